@@ -17,8 +17,6 @@ from serinus.cache.page_pools import PagePool, PagePools
 from serinus.cache.policy import WritePolicy
 from serinus.core.moves import Move, MoveKind
 
-__all__ = ["Backups"]
-
 COLD_LEAVES = 16
 """Among so many of the coldest, clean nodes leave first; so many dirty ones are copied at most before one wait."""
 PIECE_TOKENS = 256

@@ -14,8 +14,6 @@ from serinus.core.errors import InvariantError
 from serinus.core.moves import Move, MoveKind
 from serinus.core.parts import Part
 
-__all__ = ["Copy", "CopyTable"]
-
 
 @dataclass(slots=True, eq=False)
 class Copy:

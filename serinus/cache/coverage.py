@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from serinus.cache.effects import Descent
 from serinus.cache.node import FULL, WHOLE, Node
 
-__all__ = ["Coverage", "Rule", "cover", "lacking", "window_start"]
-
 Rule = tuple[int, int]
 """A part, and its window, or WHOLE."""
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from serinus.cache.keys import HASH_BYTES, PageKeys
 from serinus.cache.node import Node, Tier
 
-__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "EventLog", "KvEvent"]
-
 EVENTS_MAX = 65_536
 
 

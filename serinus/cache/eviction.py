@@ -12,8 +12,6 @@ from serinus.cache.node import FULL, Node, Tier
 from serinus.core.eviction import EVICTION_POLICIES
 from serinus.core.parts import Part
 
-__all__ = ["EvictionQueue", "Queues"]
-
 
 def _window(part: int) -> Callable[[Node], tuple[int, int]]:
     """The order of a part with a window, under any policy: the node that no window reached for longest goes first."""

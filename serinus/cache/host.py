@@ -10,8 +10,6 @@ from serinus.cache.node import Node
 from serinus.cache.page_pools import PagePool, PagePools
 from serinus.core.parts import Part
 
-__all__ = ["HostTier"]
-
 
 class HostTier:
     """Takes and gives up host pages."""

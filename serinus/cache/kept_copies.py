@@ -21,8 +21,6 @@ from serinus.cache.results import HostCopy
 from serinus.core.moves import PageOrigin
 from serinus.core.parts import PageSpan, Part
 
-__all__ = ["CheckedCopies", "HostCopies"]
-
 CheckedCopies = Mapping[Node, Mapping[int, int]]
 """By node and part, how many of its leading host pages were found sound. Others were not looked at."""
 

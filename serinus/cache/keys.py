@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from serinus.cache.node import Node
 from serinus.core.stamps import CHAIN_ANCHOR, ChainHashes
 
-__all__ = ["HASH_BYTES", "PageKeys"]
-
 HASH_BYTES = 16
 
 

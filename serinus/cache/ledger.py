@@ -26,8 +26,6 @@ from numpy.typing import NDArray
 from serinus.core.errors import InvariantError
 from serinus.core.handoff import PageTrace
 
-__all__ = ["LEGAL_MOVES", "Owner", "PageCounts", "PageLedger", "PageState", "Pages", "copy_owner", "tree_owner"]
-
 Pages = NDArray[np.int32]
 """Page ids, each in [1, page_count)."""
 

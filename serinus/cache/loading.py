@@ -17,8 +17,6 @@ from serinus.cache.results import Loaded, LoadPlan
 from serinus.cache.window import Windows
 from serinus.core.moves import MoveKind
 
-__all__ = ["Loads"]
-
 
 class Loads:
     """Plans, begins and ends loads."""

@@ -10,8 +10,6 @@ from serinus.cache.results import LoadPlan, Match
 from serinus.cache.tiers import TierController
 from serinus.cache.window import Windows
 
-__all__ = ["Matcher"]
-
 
 class Matcher:
     """Turns a descent into a pinned match."""

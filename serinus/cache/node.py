@@ -11,19 +11,6 @@ from numpy.typing import NDArray
 from serinus.cache.ledger import Pages
 from serinus.core.parts import Part
 
-__all__ = [
-    "FULL",
-    "NO_PAGES",
-    "TOKEN_BYTES",
-    "WHOLE",
-    "Lease",
-    "LeaseWindow",
-    "Node",
-    "PartPages",
-    "Span",
-    "Tier",
-]
-
 TOKEN_BYTES = 4
 NO_PAGES: Pages = np.empty(0, np.int32)
 PartPages = tuple[Pages, ...]

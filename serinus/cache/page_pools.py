@@ -21,8 +21,6 @@ from serinus.cache.sweep import SweepIndex
 from serinus.cache.tree import RadixTree
 from serinus.core.parts import PageSpan, Part
 
-__all__ = ["PagePool", "PagePools"]
-
 
 @dataclass(slots=True)
 class PagePool:

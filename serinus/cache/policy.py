@@ -11,8 +11,6 @@ from serinus.cache.results import CacheGeometry
 from serinus.core.errors import ConfigError
 from serinus.core.eviction import EVICTION_POLICIES
 
-__all__ = ["WRITE_POLICIES", "WritePolicy", "check_settings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritePolicy:

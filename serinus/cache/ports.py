@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from serinus.core.moves import Move, MoveDone, PageOrigin, StorageDone
 from serinus.core.parts import Part
 
-__all__ = ["PageMover", "PageStorage"]
-
 
 class PageMover(Protocol):
     """Copies pages between the device pools and the host pools of one engine, one pool per part and tier."""

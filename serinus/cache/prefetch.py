@@ -27,8 +27,6 @@ from serinus.core.errors import InvariantError
 from serinus.core.moves import PageOrigin, StorageDone
 from serinus.core.parts import PageSpan, Part
 
-__all__ = ["Prefetches", "StorageWrites"]
-
 PREFETCHES_MAX = 64
 HOLD = "storage"
 """Name of the holds on host pages that a storage write reads."""

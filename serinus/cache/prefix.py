@@ -50,8 +50,6 @@ from serinus.core.moves import MoveKind
 from serinus.core.parts import PageSpan, Part
 from serinus.core.stamps import ChainHashes
 
-__all__ = ["PrefixCache"]
-
 
 class PrefixCache:
     """What is kept where. Not thread safe: the scheduler owns it.

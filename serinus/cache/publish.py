@@ -23,8 +23,6 @@ from serinus.cache.window import Windows
 from serinus.core.errors import InvariantError
 from serinus.core.parts import PageSpan
 
-__all__ = ["Publisher", "token_bytes"]
-
 
 @dataclass(slots=True)
 class _Merge(InsertedPart):

@@ -21,8 +21,6 @@ from serinus.cache.page_pools import PagePool, PagePools
 from serinus.cache.results import Condemned
 from serinus.core.parts import Part
 
-__all__ = ["CutOff", "PageQuarantine"]
-
 FAILURES_MAX: Final = 2
 """So often a page may fail before it is retired."""
 _RETIRED_SHARE = 16

@@ -14,8 +14,6 @@ from serinus.cache.prefetch import Prefetches
 from serinus.core.log import get_logger
 from serinus.core.moves import StorageDone
 
-__all__ = ["StorageRemovals"]
-
 _log = get_logger("cache")
 
 

@@ -16,28 +16,6 @@ from serinus.core.moves import PageOrigin
 from serinus.core.parts import PageSpan, Part
 from serinus.core.times import TimeCounts
 
-__all__ = [
-    "CacheGeometry",
-    "CacheNews",
-    "CacheStats",
-    "Condemned",
-    "HostCopy",
-    "InsertedPart",
-    "Insertion",
-    "LoadPlan",
-    "Loaded",
-    "Match",
-    "NodeView",
-    "PartGeometry",
-    "PoolStats",
-    "PrefetchState",
-    "Probe",
-    "ResidentSlots",
-    "RowView",
-    "TreeView",
-    "join",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartGeometry:

@@ -18,8 +18,6 @@ from serinus.core.clock import Clock
 from serinus.core.parts import Part
 from serinus.core.times import TimeCounts
 
-__all__ = ["DeviceRoom"]
-
 
 class DeviceRoom:
     """Device pages of all parts: counts, allocation, eviction, holds."""

@@ -25,8 +25,6 @@ from serinus.core.errors import InvariantError
 from serinus.core.moves import MoveKind
 from serinus.core.parts import Part
 
-__all__ = ["SanityChecks"]
-
 CHILDREN_MAX = 256
 """Nodes with more children have their pins checked by the complete check alone."""
 

@@ -16,8 +16,6 @@ from serinus.cache.node import Node
 from serinus.cache.results import ResidentSlots
 from serinus.core.clock import Clock
 
-__all__ = ["SweepIndex"]
-
 
 class SweepIndex:
     """Position and previous page of every cached page; meaningless for the others."""

@@ -25,8 +25,6 @@ from serinus.core.moves import Move, MoveDone, MoveKind
 from serinus.core.parts import Part
 from serinus.core.times import TimeCounts
 
-__all__ = ["TierController"]
-
 NO_NEWS = CacheNews()
 
 

@@ -16,8 +16,6 @@ from serinus.cache.eviction import Queues
 from serinus.cache.ledger import Pages
 from serinus.cache.node import FULL, NO_PAGES, TOKEN_BYTES, WHOLE, Lease, Node, PartPages, Span, Tier
 
-__all__ = ["RadixTree"]
-
 NO_TOKENS = memoryview(b"")
 
 

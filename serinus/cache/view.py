@@ -13,8 +13,6 @@ from serinus.cache.tiers import TierController
 from serinus.cache.tree import RadixTree
 from serinus.core.parts import Part
 
-__all__ = ["CacheCounters", "cache_stats", "tree_view"]
-
 HEAD_TOKENS = 8
 
 

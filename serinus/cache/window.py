@@ -9,8 +9,6 @@ from serinus.cache.coverage import window_start
 from serinus.cache.node import FAR, WHOLE, Lease, LeaseWindow, Node
 from serinus.cache.page_pools import PagePools
 
-__all__ = ["PartWindow", "Windows"]
-
 
 class Windows:
     """The windows of all parts that have one; a loop over nothing in a model without."""

@@ -12,8 +12,6 @@ from serinus.canary.hook import CanaryHook, Entries
 from serinus.canary.lanes import PartLanes
 from serinus.kernels import StampLane
 
-__all__ = ["begin_checks"]
-
 _COUNTS: Final = (1, 256, 4096)
 """Slots of a call: kernels cut more of them otherwise."""
 

@@ -8,8 +8,6 @@ from serinus.canary.commands import CheckCount
 from serinus.canary.lanes import PartLanes
 from serinus.kernels import StampLane
 
-__all__ = ["check_counts"]
-
 
 def check_counts(parts: Collection[PartLanes], host_slots: int | None) -> tuple[CheckCount, ...]:
     """Slots due and checked by each check; `host_slots`: those of the host tier, None = there is none. Waits for the

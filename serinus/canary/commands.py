@@ -14,26 +14,6 @@ from serinus.canary.violation import Violation
 from serinus.core.moves import PageOrigin
 from serinus.core.parts import PageSpan, Part
 
-__all__ = [
-    "CANARY_COMMANDS",
-    "CachedPages",
-    "CanaryAnswer",
-    "CanaryCommand",
-    "CheckCount",
-    "CheckHost",
-    "CheckRows",
-    "Finding",
-    "HostFindings",
-    "HostPages",
-    "PlantFaults",
-    "RingOverflow",
-    "RowPages",
-    "StartCanary",
-    "SweepSlots",
-    "TellCounts",
-    "by_check",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingOverflow:

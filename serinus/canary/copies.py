@@ -15,8 +15,6 @@ from serinus.canary.commands import CanaryAnswer, HostPages
 from serinus.core.parts import Part
 from serinus.core.settings import CanarySettings
 
-__all__ = ["CopyCheck"]
-
 _TOKENS_MAX: Final = 16_384
 """Tokens that are verified for one page: requests wait meanwhile. What is behind them is given up."""
 

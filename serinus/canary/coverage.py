@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DuePages", "bound_of", "due_pages", "pieces", "reads_of"]
-
 Counts = NDArray[np.int64]
 
 

@@ -21,8 +21,6 @@ from serinus.core.line import CommandLine
 from serinus.core.settings import CanarySettings
 from serinus.wire.fault_order import FaultOrder
 
-__all__ = ["LeadFaults", "PlansOf"]
-
 PlansOf = Callable[[CanarySettings], Sequence[PerturbPlan | None]]
 """What each rank plants under these settings. Raises ConfigError: they could not happen, or could not be found."""
 _ALL: Final = 1 << 40

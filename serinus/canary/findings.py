@@ -23,8 +23,6 @@ from serinus.core.metrics import Metrics
 from serinus.core.parts import Part
 from serinus.kernels import Reason
 
-__all__ = ["Findings"]
-
 _INJECTIONS_KEPT: Final = 1024
 _HEARD_KEPT: Final = 256
 _TOLD_KEPT: Final = 4096

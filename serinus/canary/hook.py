@@ -31,8 +31,6 @@ from serinus.kernels import (
 )
 from serinus.models import ForwardBatch, HostBatch, Put
 
-__all__ = ["CanaryHook", "Entries", "Faults", "Spent", "StepChecks", "WriteCheck"]
-
 
 class Spent:
     """The seconds between entering and leaving it, in all. Not to be entered twice at once."""

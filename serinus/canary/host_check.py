@@ -27,8 +27,6 @@ from serinus.kernels import Kernels, Reason, row_elements, stamp_lanes
 from serinus.kernels.canary import differing
 from serinus.pool import HostPool
 
-__all__ = ["HostCheck"]
-
 _CHAINS_KEPT = 4
 
 

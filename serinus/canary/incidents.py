@@ -14,8 +14,6 @@ from serinus.canary.violation import Violation
 from serinus.core.parts import Part
 from serinus.kernels import Reason
 
-__all__ = ["Incident", "IncidentLog"]
-
 _Key = tuple[str, Part, int, Reason, str]
 
 

@@ -22,8 +22,6 @@ from serinus.core.errors import KvViolation
 from serinus.core.parts import OwnPages, Part
 from serinus.kernels import Reason
 
-__all__ = ["Judge", "Requests", "Verdict", "reason_of"]
-
 _WRITTEN: Final = Reason.WRITE_TOKEN | Reason.WRITE_POSITION
 _STEPS_KEPT: Final = 64
 _USED: Final = (PageState.REQUEST, PageState.TREE, PageState.COPY)

@@ -19,8 +19,6 @@ from serinus.core.stamps import digest_coefficients
 from serinus.kernels import Kernels, StampLane, Watch, stamp_lanes
 from serinus.pool import DevicePool, RequestTable
 
-__all__ = ["PartLanes", "lanes_of", "sent"]
-
 _CHECKS: Final = ("around forward passes", "at arrival", "at the end", "in the sweep", "as written", "as stored")
 
 

@@ -50,8 +50,6 @@ from serinus.core.plan import StepPlan
 from serinus.core.settings import CanarySettings, coverage_stride
 from serinus.wire.fault_order import FaultOrder
 
-__all__ = ["CanaryLead", "perturb"]
-
 _SWEEP_SLOTS: Final = 4096
 """Slots of one sweep, by part."""
 _SWEEP_SLOTS_MIN: Final = 1024

@@ -22,8 +22,6 @@ from serinus.models import ModelSpec
 from serinus.parallel import Shard
 from serinus.pool import DevicePool, HostPool, RequestTable
 
-__all__ = ["make_canary_lead", "make_canary_rank"]
-
 
 def make_canary_rank(
     config: ServeConfig,

@@ -10,8 +10,6 @@ from serinus.canary.violation import Violation
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
 
-__all__ = ["PageHealth"]
-
 _LISTED: Final = 128
 _STATE_MASK: Final = 7
 _log = get_logger("canary")

@@ -53,8 +53,6 @@ from serinus.core.stamps import CHAIN_ANCHOR
 from serinus.kernels import Kernels, Reason, StampLane, load, stamp_lanes
 from serinus.pool import DevicePool, HostPool, RequestTable
 
-__all__ = ["CanaryRank", "TokenOracle"]
-
 TokenOracle = Callable[[SampleSpec, int], int]
 """(how the request's next token is chosen, position) -> the token that the sampler must have emitted there."""
 

@@ -15,8 +15,6 @@ from serinus.canary.judge import Requests, Verdict, reason_of
 from serinus.canary.violation import Violation
 from serinus.core.handoff import HandoffFinding, PageTrace
 
-__all__ = ["Recalls"]
-
 _BYTES_MAX: Final = 4 << 20
 """Of tokens in one recall: longer prefixes are named by their handoffs alone."""
 _HANDOFFS_MAX: Final = 64

@@ -14,8 +14,6 @@ from torch import Tensor
 from serinus.core.parts import Part
 from serinus.kernels import RING_FIELDS, StampLane
 
-__all__ = ["CanaryMark", "MarkedCounts", "Ring", "RingCounts", "RingNews"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingNews:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from serinus.core.errors import ConfigError
 
-__all__ = ["CheckSettings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckSettings:

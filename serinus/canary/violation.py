@@ -10,9 +10,6 @@ from typing import Any, Final
 from serinus.core.parts import Part
 from serinus.kernels import Reason, StampLane, stamp_lanes
 
-__all__ = ["Violation", "ViolationLog", "host_tag", "launch_tag", "possible_counts", "reason_names"]
-
-
 OVERFLOW: Final = ("ring_overflow", "ANY")
 """Reason and tag under which violations without detail are counted."""
 

@@ -10,8 +10,6 @@ from serinus.cli.parser import Command, Parser, UsageProblem, make_parser
 from serinus.core.config import environment
 from serinus.core.errors import ConfigError
 
-__all__ = ["ask_server", "asking_parser", "read_asked"]
-
 _URL = "http://127.0.0.1:30000"
 _ASK_S_MAX = 30.0
 

@@ -15,8 +15,6 @@ from serinus.cli.shape import check_shape
 from serinus.core.config import ServeConfig
 from serinus.core.log import setup_logging
 
-__all__ = ["run"]
-
 
 def _parser(command: Command) -> Parser:
     parser = make_parser(command)

@@ -12,8 +12,6 @@ from serinus.core.errors import ConfigError
 from serinus.core.ids import new_rid
 from serinus.core.shown import shown
 
-__all__ = ["BATCH_URLS", "BadLine", "BatchLine", "answer_line", "bad_line", "done_before", "line_count", "lines_of"]
-
 BATCH_URLS: Final = ("/v1/chat/completions", "/v1/completions")
 _LINE_BYTES_MAX: Final = 64 << 20
 

@@ -23,8 +23,6 @@ from serinus.core.errors import ConfigError
 from serinus.engine.progress import counted
 from serinus.front import client_tls
 
-__all__ = ["answer_all"]
-
 _CONNECT_S_MAX: Final = 10.0
 _TRIES: Final = 8
 """Of one request, where the server has no room or cannot be reached."""

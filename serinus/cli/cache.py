@@ -9,8 +9,6 @@ from typing import Any
 from serinus.cli.ask import ask_server, asking_parser, read_asked
 from serinus.cli.parser import Command
 
-__all__ = ["cache_lines", "run"]
-
 _TIERS = (("device", "device"), ("host", "host"))
 _HEAD_WIDTH = 40
 _GB = 10**9

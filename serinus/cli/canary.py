@@ -14,8 +14,6 @@ from serinus.core.private_folder import PrivateFolder
 if TYPE_CHECKING:
     from serinus.selftest import Cell, Subject
 
-__all__ = ["selftest"]
-
 _ALARMS_SHOWN = 5
 _RANKS_MAX = 16
 _IN_TURNS = "rotating:3"

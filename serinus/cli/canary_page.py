@@ -11,8 +11,6 @@ from typing import Any
 from serinus.cli.canary_show import FOUND, PLANTED, TOLD, CanaryEvent, stories
 from serinus.cli.svg import AMBER, BLUE, FAINT, RED, VIOLET, Svg
 
-__all__ = ["canary_page"]
-
 _LEFT, _LANE, _COLUMN, _BOX, _HIGH = 130.0, 96.0, 268.0, 236.0, 68.0
 _DRAWN_MAX = 8
 """Events of one request that its picture has; the table below it has all."""

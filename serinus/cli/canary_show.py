@@ -12,8 +12,6 @@ from serinus.cli.parser import Command
 from serinus.cli.show import check_folder, write_text
 from serinus.core.clock import WallClock
 
-__all__ = ["FOUND", "PLANTED", "TOLD", "CanaryEvent", "canary_lines", "show", "stories", "story_lines"]
-
 PLANTED, FOUND, TOLD = 0, 1, 2
 """Kinds of events, in the order in which they are told."""
 

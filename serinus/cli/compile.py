@@ -10,8 +10,6 @@ from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError
 from serinus.core.log import setup_logging
 
-__all__ = ["run"]
-
 
 def run(command: Command, words: Sequence[str]) -> int:
     """Compile. Exit code 1 where a part of it failed. Raises ConfigError: model, machine or settings are wrong."""

@@ -25,8 +25,6 @@ from serinus.core.version import package_version
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["MachineCheck", "run"]
-
 _PACKAGES = ("torch", "transformers", "numba", "numpy", "safetensors", "msgspec", "pyzmq", "starlette", "uvicorn")
 _PORTS = {30000: "serinus serve", 8000: "serinus up and router"}
 _SHM_BYTES_MIN = 256 << 20

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["http_markdown"]
-
 _HEAD = """# HTTP
 
 The endpoints of an engine and of a router, with the fields of their bodies. A misspelled field is refused with what was

@@ -14,8 +14,6 @@ from serinus.cli.parser import Command, UsageProblem
 from serinus.core.descriptors import raise_descriptor_limit
 from serinus.core.errors import ConfigError
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS: tuple[Command, ...] = (
     Command(
         name="serve",

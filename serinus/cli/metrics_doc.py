@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from serinus.core.metrics import MetricSpec
 
-__all__ = ["metrics_markdown"]
-
 _HEAD = """# Metrics
 
 `GET /metrics` of an engine has its own series and those of its HTTP server; that of a router those of all engines and

@@ -18,8 +18,6 @@ from serinus.ranks.handshake import hello_of
 from serinus.ranks.links import WATCHER
 from serinus.ranks.rank_processes import mesh_of, rank_env, rank_words
 
-__all__ = ["run_node"]
-
 _log = get_logger("cli")
 _OTHERS_S = 3.0
 """After one rank has ended, or the leader, the others have this long: they hear it from their leader, or miss it."""

@@ -14,8 +14,6 @@ from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError
 from serinus.core.ids import new_token
 
-__all__ = ["OwnServer", "own_server"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnServer:

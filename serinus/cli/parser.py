@@ -28,8 +28,6 @@ from serinus.core.errors import ConfigError
 from serinus.core.fleet_settings import ROLES
 from serinus.core.setting import KINDS, Setting
 
-__all__ = ["Command", "Parser", "UsageProblem", "add_settings", "read_config"]
-
 _TreeT = TypeVar("_TreeT", bound=ConfigTree)
 
 _FOREIGN = {

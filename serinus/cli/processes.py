@@ -24,8 +24,6 @@ from serinus.ranks.exit_reason import LOST_CODE, EngineExit, ExitRecord
 if TYPE_CHECKING:
     from serinus.wire.messages import Message
 
-__all__ = ["EngineProcess", "child_order", "connection_lost", "obeyed", "server_words", "stop_process", "stop_server"]
-
 _log = get_logger("cli")
 _TreeT = TypeVar("_TreeT", bound=ConfigTree)
 _LOOK_S = 0.2

@@ -21,8 +21,6 @@ from serinus.core.user_secret import user_secret
 if TYPE_CHECKING:
     from serinus.front import HttpServer, RouterSettings
 
-__all__ = ["drain_within", "router_settings", "run"]
-
 
 def router_settings(server: ServerSettings, route: RouteSettings) -> RouterSettings:
     """What the router app is told."""

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from serinus.front import EngineClient, FrontSettings, HttpServer, ServerTls
     from serinus.wire.messages import Ready
 
-__all__ = ["run", "start_line"]
-
 _log = get_logger("cli")
 _GONE_GRACE_S = 2.0
 """After its engine died, a front gets this long to tell its clients."""

@@ -9,8 +9,6 @@ from typing import Any
 from serinus.core.config import ConfigTree, RouterConfig, ServeConfig, UpConfig, groups_of, roles_of, settings_in
 from serinus.core.setting import KINDS, Setting
 
-__all__ = ["settings_markdown"]
-
 _HEAD = """# Settings
 
 Every setting is a flag, an environment variable and a key of a settings file (`--config FILE`, YAML or TOML, the flag

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from serinus.core.config import ServeConfig
 
-__all__ = ["check_shape"]
-
 
 def check_shape(config: ServeConfig) -> None:
     """Refuse ranks that the model cannot be shared among, and planned faults that it cannot have: in one line, not by

@@ -11,8 +11,6 @@ from rich.console import Console
 from serinus.cli.parser import UsageProblem
 from serinus.core.errors import ConfigError
 
-__all__ = ["check_folder", "console", "write_json", "write_text"]
-
 _FILE_WIDTH = 160
 """Columns where the output is no terminal."""
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from serinus.sim import Run, Scenario
 
-__all__ = ["run"]
-
 _BATCH = 25
 """Seeds that a worker takes at once."""
 

@@ -16,8 +16,6 @@ from serinus.cli.svg import AMBER, BLUE, FAINT, GREEN, GREY, RED, TEAL, VIOLET, 
 if TYPE_CHECKING:
     from serinus.sim import Moment, Run, Scenario
 
-__all__ = ["draw_timeline"]
-
 _LEFT, _RIGHT, _TOP = 110.0, 30.0, 92.0
 _ROW, _BAR = 19.0, 13.0
 _BREAK = 1 / 16

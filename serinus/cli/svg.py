@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
-__all__ = ["AMBER", "BLUE", "FAINT", "GREEN", "GREY", "RED", "TEAL", "TEXT", "VIOLET", "Axes", "Svg", "number", "ticks"]
-
 TEXT, GREY, FAINT = "#7d8590", "#8b949e", "#8b949e40"
 BLUE, GREEN, AMBER, RED, VIOLET, TEAL = "#3d84e6", "#2f9e58", "#c98a1b", "#e0524c", "#8f65dd", "#1f97a8"
 

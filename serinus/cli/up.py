@@ -32,8 +32,6 @@ from serinus.core.log import child_line, get_logger, setup_logging
 if TYPE_CHECKING:
     from serinus.front import Fleet, HttpServer, ServerTls
 
-__all__ = ["Member", "members", "run"]
-
 _log = get_logger("cli")
 _BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Pauses before an engine is started again; the last one repeats."""

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from serinus.cli.parser import Command, make_parser
 from serinus.core.version import package_version
 
-__all__ = ["run"]
-
 
 def run(command: Command, words: Sequence[str]) -> int:
     """Print one line of versions. Raises UsageProblem for any flag."""

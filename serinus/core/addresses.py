@@ -6,19 +6,6 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from serinus.core.errors import ConfigError
 
-__all__ = [
-    "bare_host",
-    "check_host",
-    "check_tcp_url",
-    "host_port",
-    "http_url",
-    "is_loopback",
-    "is_wildcard",
-    "reachable",
-    "split_host_port",
-    "tcp_url",
-]
-
 
 def bare_host(host: str) -> str:
     """`host` as sockets take it: an IPv6 address without brackets."""

@@ -9,8 +9,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-__all__ = ["Count", "Ids", "Name", "Priority", "Seconds", "Text", "Tiers", "TopIds", "TopLogprobs", "Weight"]
-
 Name = Annotated[str, Meta(max_length=256)]
 """An identifier or an address."""
 Text = Annotated[str, Meta(max_length=16_384)]

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from serinus.core.errors import ConfigError
 from serinus.core.setting import check_fields, setting, settings_of
 
-__all__ = ["CanarySettings", "coverage_stride"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanarySettings:

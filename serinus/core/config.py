@@ -29,22 +29,6 @@ from serinus.core.settings import (
     ServerSettings,
 )
 
-__all__ = [
-    "ConfigTree",
-    "RouterConfig",
-    "ServeConfig",
-    "UpConfig",
-    "build_tree",
-    "environment",
-    "from_names",
-    "groups_of",
-    "parse_text",
-    "read_environment",
-    "read_file",
-    "roles_of",
-    "settings_in",
-]
-
 Layer = Mapping[str, Mapping[str, Any]]
 """Values by group and field; what one source says."""
 

@@ -6,8 +6,6 @@ import os
 
 from serinus.core.config import environment
 
-__all__ = ["cores", "engine_threads", "threads_env"]
-
 _SPINS = "5000"
 
 

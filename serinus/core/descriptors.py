@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import resource
 
-__all__ = ["descriptor_limit", "raise_descriptor_limit"]
-
 _WANTED = 65_536
 """More than any server here needs; some programs walk through all numbers up to the limit."""
 

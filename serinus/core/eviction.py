@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-__all__ = ["EVICTION_POLICIES", "CachedNode", "EvictionRank"]
-
 
 class CachedNode(Protocol):
     """What a policy knows of a cached node: a run of pages that several requests may share."""

@@ -14,8 +14,6 @@ from serinus.core.errors import ConfigError
 from serinus.core.setting import Setting, check_fields, of_role, setting, settings_of
 from serinus.core.settings import ParallelSettings
 
-__all__ = ["POLICIES", "ROLES", "RaySettings", "RouteSettings", "UpSettings", "role_settings"]
-
 ROLES = ("prefill", "decode")
 """Of engines under `serinus up`; with `--prefill 0` those of `--decode` do both."""
 POLICIES = ("cache_aware", "least_loaded", "round_robin")

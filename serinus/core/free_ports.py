@@ -9,8 +9,6 @@ from pathlib import Path
 from serinus.core.errors import ConfigError
 from serinus.core.ids import new_incarnation
 
-__all__ = ["free_ports"]
-
 _PORTS_FROM = 20_000
 _CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 

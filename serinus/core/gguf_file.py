@@ -20,8 +20,6 @@ from serinus.core.version import package_version
 if TYPE_CHECKING:
     from gguf.gguf_reader import ReaderTensor
 
-__all__ = ["GGUF_LINK", "GgufFile", "gguf_folder", "is_gguf", "write_once"]
-
 GGUF_LINK: Final = "model.gguf"
 """What the file is called in its folder."""
 

@@ -10,8 +10,6 @@ from msgspec import Meta
 
 from serinus.core.errors import BadSampling
 
-__all__ = ["GRAMMAR_CHARS_MAX", "Grammar", "GrammarKind"]
-
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "lark", "choice", "structural_tag"]
 GRAMMAR_CHARS_MAX = 1 << 18
 """Characters of a grammar at most."""

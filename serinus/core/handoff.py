@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from serinus.core.parts import PageSpan, Part
 from serinus.core.request import Request, TokenLogprobs
 
-__all__ = ["ChunkReady", "HandoffFinding", "HandoffSpec", "MovedPiece", "PageTrace", "Reservation"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffSpec:

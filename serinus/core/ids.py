@@ -5,8 +5,6 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-__all__ = ["GrantCounter", "new_incarnation", "new_rid", "new_token", "new_xid"]
-
 
 def new_incarnation() -> int:
     """63 random bits naming one life of one process; a restart is a new one. Never 0."""

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["lazy_names"]
-
 
 def lazy_names(package: str, **files: str) -> Callable[[str], Any]:
     """The `__getattr__` of a package: by file the names that it has, with spaces between them. Raises AttributeError

@@ -9,8 +9,6 @@ import signal
 import sys
 from typing import NoReturn
 
-__all__ = ["end_now", "end_with_parent", "show_stacks_at"]
-
 _PR_SET_PDEATHSIG = 1
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["CommandLine"]
-
 
 class CommandLine(Protocol):
     """Commands go down to the ranks, the leader's own included; answers come back."""

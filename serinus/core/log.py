@@ -14,8 +14,6 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-__all__ = ["LOG_FORMATS", "child_line", "fields", "get_logger", "setup_logging"]
-
 LOG_FORMATS = ("text", "json")
 _ROOT = "serinus"
 _OWN = frozenset((*logging.makeLogRecord({}).__dict__, "message", "asctime", "taskName"))

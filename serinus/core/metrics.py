@@ -22,8 +22,6 @@ from prometheus_client.utils import floatToGoString
 from serinus.core.errors import InvariantError
 from serinus.core.times import MOVE_S, TimeCounts
 
-__all__ = ["METRICS", "MetricSpec", "Metrics", "TimeSeries"]
-
 _LABELS = ("engine", "role", "rank", "tp_rank", "pp_rank")
 _QUEUE_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 _STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from serinus.core.parts import Part
 
-__all__ = ["Move", "MoveDone", "MoveKind", "PageOrigin", "StorageDone"]
-
 
 class MoveKind(Enum):
     """Source and target of a copy."""

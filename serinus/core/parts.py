@@ -9,8 +9,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["OwnPages", "PageSpan", "PageStore", "Part"]
-
 
 class Part(IntEnum):
     """A class of attention layers. Every model has FULL (of no layers, and so no bytes, where all of them slide)."""

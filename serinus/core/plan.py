@@ -18,8 +18,6 @@ from serinus.core.parts import Part
 from serinus.core.request import TokenLogprobs
 from serinus.core.sampling import SamplingParams
 
-__all__ = ["SampleSpec", "SeqResult", "SeqWork", "StepPlan", "StepResult", "TableWrite", "WorkAhead"]
-
 
 @dataclass(slots=True, kw_only=True)
 class SampleSpec:

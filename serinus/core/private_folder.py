@@ -12,8 +12,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-__all__ = ["PrivateFolder"]
-
 _PREFIX = "serinus-"
 _OWNER = "owner"
 

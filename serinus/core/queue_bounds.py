@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from serinus.core.errors import ConfigError
 
-__all__ = ["bounds_by_priority"]
-
 
 def bounds_by_priority(pairs: Sequence[str]) -> dict[int, int]:
     """How many requests may wait, by priority, of PRIORITY=COUNT. Raises ConfigError."""

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from serinus.core.bounds import Count, Ids, Name, Priority, Seconds, Text, TopIds, TopLogprobs, Weight
 from serinus.core.sampling import SamplingParams
 
-__all__ = ["FinishReason", "KvIntegrity", "Request", "Share", "TokenDelta", "TokenLogprobs", "Usage"]
-
 
 class FinishReason(Enum):
     """Why an answer ended; the value is what clients read (`finish_reason`)."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-__all__ = ["MASK64", "Rng", "choice_seed", "splitmix64"]
-
 MASK64 = (1 << 64) - 1
 
 

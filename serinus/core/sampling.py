@@ -15,8 +15,6 @@ from serinus.core.bounds import TopIds
 from serinus.core.errors import BadSampling
 from serinus.core.grammar import Grammar
 
-__all__ = ["RANGES", "STOP_CHARS_MAX", "STOP_COUNT_MAX", "Range", "SamplingParams", "TokenBias"]
-
 _N_MAX = 128
 _WORD_MAX = (1 << 63) - 1
 _ID_MAX = (1 << 31) - 1

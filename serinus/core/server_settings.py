@@ -9,8 +9,6 @@ from serinus.core.errors import ConfigError
 from serinus.core.log import LOG_FORMATS
 from serinus.core.setting import check_fields, setting
 
-__all__ = ["ServerSettings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:

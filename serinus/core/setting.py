@@ -11,8 +11,6 @@ from typing import Any
 
 from serinus.core.errors import ConfigError
 
-__all__ = ["KINDS", "Setting", "check_fields", "check_value", "of_role", "setting", "settings_of"]
-
 KINDS: dict[str, tuple[type, bool]] = {
     "str": (str, False),
     "str | None": (str, True),

@@ -6,8 +6,6 @@ import reprlib
 from itertools import islice
 from typing import Any
 
-__all__ = ["shown"]
-
 _CHARS = 120
 
 

@@ -15,19 +15,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "CHAIN_ANCHOR",
-    "PARTIAL_LANES",
-    "STAMP_BYTES",
-    "STAMP_FIELDS",
-    "ChainHashes",
-    "chain_hashes",
-    "chain_next",
-    "digest_coefficients",
-    "digest_difference",
-    "digest_sum",
-]
-
 STAMP_FIELDS: Final = 4
 """int64 of one stamp."""
 STAMP_BYTES: Final = 2 * STAMP_FIELDS * 8

@@ -10,8 +10,6 @@ from msgspec import Meta
 
 from serinus.core.bounds import Name, Text
 
-__all__ = ["SPANS_MAX", "SpanRecord"]
-
 SPANS_MAX = 1024
 """Spans that one message carries at most."""
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from serinus.core.ids import new_token
 
-__all__ = ["user_folders", "user_secret"]
-
 _SECRET_CHARS = 32
 
 

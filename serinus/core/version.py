@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["package_version"]
-
 
 @cache
 def package_version(name: str = "serinus") -> str:

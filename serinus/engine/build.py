@@ -55,8 +55,6 @@ from serinus.ranks.tiers import lead_tiers
 from serinus.sched import SchedSettings, Scheduler
 from serinus.text import GenerationConfig, load_generation_config, tokenizer_eos_ids
 
-__all__ = ["KvSizes", "LeadKinds", "RankStarter", "build_engine", "kv_sizes", "lead"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizes:

@@ -26,8 +26,6 @@ from serinus.ranks import LeaderLine
 from serinus.ranks.tier_parts import Tiers, pause
 from serinus.text import GenerationConfig
 
-__all__ = ["Built"]
-
 _QUIET_S: Final = 5.0
 """Seconds that copies and storage operations get to end before the engine goes."""
 _PAUSE_S: Final = 0.001

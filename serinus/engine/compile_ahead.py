@@ -30,8 +30,6 @@ from serinus.models import ModelSpec, load_spec, resolve
 from serinus.ranks.build import choose_device, graph_sizes, overrides_of
 from serinus.ranks.memory import available_bytes
 
-__all__ = ["Compilers", "few_layers", "is_compiled"]
-
 _log = get_logger("engine")
 _PROCESSES: Final = 8
 _PROCESS_BYTES: Final = 8 << 30

@@ -15,8 +15,6 @@ from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig
 from serinus.core.lifeline import end_now, end_with_parent
 
-__all__ = ["compile_share", "main"]
-
 
 def main() -> int:
     """Compile; returns the exit code."""

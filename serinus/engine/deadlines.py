@@ -6,8 +6,6 @@ import heapq
 import math
 from collections.abc import Container
 
-__all__ = ["Deadlines"]
-
 _KEPT_MIN = 1024
 """Below it, deadlines of requests that have ended are not worth a sweep."""
 

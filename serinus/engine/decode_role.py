@@ -35,8 +35,6 @@ from serinus.pd import (
 from serinus.sched import ChunkReady, PrefillPace, Scheduler
 from serinus.wire import Gone, PeerMessage
 
-__all__ = ["DecodeRole"]
-
 _log = get_logger("engine")
 
 

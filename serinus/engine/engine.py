@@ -37,8 +37,6 @@ from serinus.sched import Outcome, Scheduler
 from serinus.wire import Gone, PeerMessage
 from serinus.wire.messages import Abort, EngineCall, EngineReply, Generate, StopEngine
 
-__all__ = ["Engine"]
-
 _SANITY_NODES = 16
 """Nodes whose invariants are looked at in one step."""
 _IDLE_S = 0.2

@@ -30,8 +30,6 @@ from serinus.ranks.build import RankParts, specializes
 from serinus.ranks.sizes import chunk_of
 from serinus.sched import Scheduler
 
-__all__ = ["first_steps"]
-
 _TOKENS: Final = 40
 """Of each of the first prompts: more than attention takes for decoding, and linears as few rows."""
 _ROWS: Final = (8, 32, 64, 128)

@@ -34,8 +34,6 @@ from serinus.ranks.page_workers import STAGING_PIECES
 from serinus.sched import Scheduler
 from serinus.wire import Mailbox, ZmqChannel
 
-__all__ = ["HandoffParts", "MadeHandoffs", "handoff_settings", "make_handoffs", "make_role"]
-
 _log = get_logger("engine")
 _MESSAGE_BYTES_MAX: Final = 16 << 20
 """Of what decode engines send: a prompt of a million tokens with its sampling parameters, or as many pages."""

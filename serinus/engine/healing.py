@@ -13,8 +13,6 @@ from serinus.core.settings import CanarySettings
 from serinus.engine.roles import Handoffs
 from serinus.sched import Healing, Scheduler
 
-__all__ = ["Healer", "TokenBudget"]
-
 _SPAN_S = 10.0
 """Seconds over which the budget of recomputed tokens is averaged."""
 _log = get_logger("engine")

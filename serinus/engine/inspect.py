@@ -13,8 +13,6 @@ from serinus.pool import DevicePool
 from serinus.pool.storage import ShelfCounts
 from serinus.sched import SchedStats
 
-__all__ = ["EngineFacts", "StampsOf", "cache_view", "engine_info", "stamps_reader"]
-
 StampsOf = Callable[[Part, int], dict[str, list[list[str]]]]
 """The stamps of a device page: by lane, of each slot token, position, chain hash and digest."""
 

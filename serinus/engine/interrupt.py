@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-__all__ = ["Interrupt"]
-
 
 class Interrupt:
     """`with Interrupt() as interrupt:` the body looks at `interrupt.came` where it can stop, and ends.

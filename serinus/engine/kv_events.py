@@ -30,8 +30,6 @@ from serinus.core.addresses import is_loopback
 from serinus.core.clock import Clock
 from serinus.core.errors import ConfigError
 
-__all__ = ["KvEventPublisher", "KvEventSettings"]
-
 _END = (-1).to_bytes(8, "big", signed=True)
 _KINDS = {"bool": bool, "str": str, "int": int, "str | None": str}
 _WORDS = {bool: "true or false", str: "a text", int: "a number above 0"}

@@ -27,8 +27,6 @@ from serinus.ranks.rank_processes import RankProcesses
 from serinus.wire import ZmqChannel
 from serinus.wire.messages import Ready
 
-__all__ = ["launch", "ready_of"]
-
 _log = get_logger("engine")
 _LARGE_BYTES = 1 << 30
 """Weights of models that have kernels compiled ahead at start; for less it takes longer to start the processes."""

@@ -28,8 +28,6 @@ from serinus.ranks.tier_parts import pause
 from serinus.text import GrammarCompiler, OutputProcessor, Tokenizer, checked_messages, load_tokenizer
 from serinus.wire.messages import Abort
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput"]
-
 _FRONT = "llm"
 """The front's name in its messages to the engine."""
 _PAUSE_S = 0.001

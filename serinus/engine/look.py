@@ -12,8 +12,6 @@ from serinus.core.errors import BadRequest
 from serinus.engine.inspect import StampsOf
 from serinus.sched import Scheduler
 
-__all__ = ["Look", "look_at"]
-
 _TOKENS_SHOWN: Final = 2048
 _STATE_MASK: Final = 7
 

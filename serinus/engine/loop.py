@@ -16,8 +16,6 @@ from serinus.engine.messages import FailRequest, FrontEvent, FrontGone, FrontMes
 from serinus.wire import Arrived, ZmqChannel, decode, encode
 from serinus.wire.messages import Abort, EngineCall, Generate, Message, Ready, Spans, StopEngine, Tokens
 
-__all__ = ["EngineLoop"]
-
 _log = get_logger("engine")
 
 

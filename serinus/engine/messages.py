@@ -11,8 +11,6 @@ from serinus.core.trace import SpanRecord
 from serinus.pd import PeerAction
 from serinus.wire.messages import Abort, EngineCall, EngineReply, Generate, StopEngine
 
-__all__ = ["FailRequest", "FrontEvent", "FrontGone", "FrontMessage", "TurnOutput", "failed_delta"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailRequest:

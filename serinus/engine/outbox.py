@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 
 from serinus.core.request import TokenDelta
 
-__all__ = ["Outbox"]
-
 
 @dataclass(slots=True)
 class _Client:

@@ -17,8 +17,6 @@ from serinus.engine.wire_counts import BadFrames
 from serinus.pd import AttachPeer, ClosePeer, OpenPeer, PeerAction, Send
 from serinus.wire import Gone, Mailbox, PeerMessage, ZmqChannel
 
-__all__ = ["Peers"]
-
 
 class Peers:
     """A mailbox, in the terms of a role. Not thread safe."""

@@ -19,8 +19,6 @@ from serinus.ranks.tier_parts import Tiers
 from serinus.ranks.tiers import TierPorts
 from serinus.sched import SchedSettings
 
-__all__ = ["geometry_of", "make_cache", "overlaps", "sched_settings"]
-
 _CPU_STEP_S: Final = 0.3
 """Seconds of a step on a CPU, where the settings do not say."""
 

@@ -33,8 +33,6 @@ from serinus.pd import (
 from serinus.sched import ChunkReady, HandoffSpec, Scheduler
 from serinus.wire import Gone, PeerMessage
 
-__all__ = ["PrefillRole"]
-
 _log = get_logger("engine")
 
 

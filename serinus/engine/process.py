@@ -24,9 +24,6 @@ from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE, EngineExit, ExitRe
 if TYPE_CHECKING:
     from serinus.engine.loop import EngineLoop
 
-__all__ = ["main"]
-
-
 _REASON_S = 3.0
 """Seconds that the supervisor gets to say which rank's end broke the loop."""
 

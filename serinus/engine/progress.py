@@ -10,8 +10,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-__all__ = ["Progress", "counted"]
-
 
 class Progress:
     """`with Progress("Processed prompts", total=8, show=True) as bar: bar.advance(done=1, tokens=3)`."""

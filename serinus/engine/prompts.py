@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from serinus.core.errors import BadRequest
 
-__all__ = ["GivenPrompt", "Prompt", "given_prompts"]
-
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Mapping[str, Any]
 """A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; a dict may have a `cache_salt` too."""
 

@@ -18,8 +18,6 @@ from serinus.pd import HandoffPort, PeerAction, Shutdown
 from serinus.sched import ChunkReady, Scheduler
 from serinus.wire import Gone, PeerMessage
 
-__all__ = ["HandoffEars", "Handoffs", "NoHandoffs", "PortRole"]
-
 HandoffEars = Callable[[object, Sequence[object], float], None]
 """Takes an event of a handoff machine, the actions that came of it, and the time."""
 

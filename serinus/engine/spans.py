@@ -15,8 +15,6 @@ from serinus.core.plan import StepPlan
 from serinus.core.request import FinishReason, Request, TokenDelta
 from serinus.core.trace import SPANS_MAX, SpanRecord
 
-__all__ = ["NO_SPANS", "SpanLog"]
-
 About = Mapping[str, str | int | float | bool]
 _KEPT: Final = 16 * SPANS_MAX
 """Requests that are traced, and records that wait for a front, at most; then the oldest go."""

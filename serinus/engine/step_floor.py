@@ -17,8 +17,6 @@ from serinus.core.parts import Part
 from serinus.models import ModelSpec
 from serinus.pool import DevicePool
 
-__all__ = ["read_bytes", "step_floor"]
-
 _PROBE_BYTES: Final = 64 << 20
 _PROBES: Final = 3
 

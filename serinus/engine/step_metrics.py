@@ -18,8 +18,6 @@ from serinus.core.request import TokenDelta
 from serinus.ranks.rank_metrics import RankMetrics
 from serinus.sched import Outcome, SchedStats, Scheduler
 
-__all__ = ["StepListener", "StepMetrics"]
-
 _WINDOW_S = 1.0
 """Seconds of steps over which rates are taken; after a longer pause a new window begins with the next step."""
 _log = get_logger("engine")

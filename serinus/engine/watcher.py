@@ -25,8 +25,6 @@ from serinus.pd import HandoffTrail
 from serinus.sched import Outcome, Phase, ReqState, Scheduler
 from serinus.wire.watched import CELL_IN_TRANSIT, PoolCells, WatchFrame
 
-__all__ = ["WATCHED_S", "Watcher"]
-
 WATCHED_S: Final = 10.0
 """So long after the last frame was asked for, nothing is noted any more."""
 _ENDED_KEPT: Final = 64

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from serinus.core.metrics import Metrics
 
-__all__ = ["BadFrames", "Rarely"]
-
 _ELSEWHERE = "closed_grant"
 """Late data is no bad frame, and has a series of its own (kv_transfer_late_frames)."""
 _LINES_MAX = 10

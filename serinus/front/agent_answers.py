@@ -8,18 +8,6 @@ import msgspec
 
 from serinus.front.answer_schemas import HttpAnswer
 
-__all__ = [
-    "Embedding",
-    "EmbeddingList",
-    "EmbeddingUsage",
-    "Message",
-    "MessageEvent",
-    "ResponseEvent",
-    "ResponseObject",
-    "TokenCount",
-]
-
-
 # ---- /v1/responses ---------------------------------------------------------------------------------------------------
 
 

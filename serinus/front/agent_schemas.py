@@ -8,8 +8,6 @@ import msgspec
 
 from serinus.front.schemas import OpenAiBody
 
-__all__ = ["EmbeddingsBody", "MessagesBody", "ResponsesBody"]
-
 
 class _AgentBody(OpenAiBody, kw_only=True):
     """What both share, besides the sampling fields."""

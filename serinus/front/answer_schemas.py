@@ -14,18 +14,6 @@ from msgspec import UNSET, UnsetType
 from serinus.core.request import KvIntegrity
 from serinus.front.exchange import ErrorInfo
 
-__all__ = [
-    "Chat",
-    "ChatChunk",
-    "Completion",
-    "CompletionChunk",
-    "Detokenized",
-    "Generated",
-    "HttpAnswer",
-    "NotGenerated",
-    "Tokenized",
-]
-
 
 class HttpAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One with the fields declared, and no others."""

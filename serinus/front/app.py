@@ -32,8 +32,6 @@ from serinus.front.settings import FrontSettings
 from serinus.front.state import IGNORED_HEADER, Front
 from serinus.wire.messages import Ready
 
-__all__ = ["create_app", "cross_origin", "error_handlers"]
-
 _OF_FRONT = {
     "/v1/completions": completions,
     "/v1/chat/completions": chat_completions,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from serinus.core.rng import Rng
 
-__all__ = ["Backoff"]
-
 _FACTOR = 2.0
 
 

@@ -23,8 +23,6 @@ from serinus.front.schemas import ChatBody, OpenAiBody, refuse_unsupported
 from serinus.front.state import Front
 from serinus.text import AnswerDelta, DeltaKind, Tokenizer, WholeAnswer
 
-__all__ = ["Block", "BlockRenderer", "chat_body", "fields_as", "fresh_id", "named_event"]
-
 _KINDS = {DeltaKind.CALL: DeltaKind.CALL, DeltaKind.ARGUMENTS: DeltaKind.CALL}
 
 

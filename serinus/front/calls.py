@@ -21,8 +21,6 @@ from serinus.front.exchange import ClientGone
 from serinus.front.metrics import FrontMetrics
 from serinus.text import OutputProcessor, Tokenizer
 
-__all__ = ["NAME_MAX", "PRIORITY_END", "TIMEOUT_MAX", "Ask", "Call", "Event", "RequestFailed", "SequenceState"]
-
 _KINDS = {503: "overloaded_error", 504: "timeout_error"}
 NAME_MAX = 256
 PRIORITY_END = 1 << 31

@@ -15,8 +15,6 @@ from serinus.front.schemas import ChatBody
 from serinus.front.state import Front
 from serinus.text import AnswerDelta, DeltaKind, Tokenizer
 
-__all__ = ["chat_completions"]
-
 
 async def chat_completions(front: Front, exchange: HttpExchange) -> None:
     """Answer one request. Errors are raised; the endpoint around it shows them."""

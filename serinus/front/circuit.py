@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Circuit", "CircuitLimits", "CircuitState"]
-
 
 class CircuitState(StrEnum):
     """Whether requests go to an engine."""

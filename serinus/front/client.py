@@ -22,8 +22,6 @@ from serinus.core.trace import SpanRecord
 from serinus.wire import codec
 from serinus.wire.messages import Abort, EngineCall, EngineReply, Generate, Message, Ready, Spans, Tokens
 
-__all__ = ["BROKE_HEADER", "AnswerLost", "DeltaQueue", "EngineBroke", "EngineClient", "EngineDown"]
-
 _log = get_logger("front")
 
 BROKE_HEADER = "x-serinus-broke"

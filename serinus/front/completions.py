@@ -16,8 +16,6 @@ from serinus.front.schemas import CompletionBody
 from serinus.front.state import Front, prompts_of
 from serinus.text import Tokenizer
 
-__all__ = ["completions"]
-
 
 async def completions(front: Front, exchange: HttpExchange) -> None:
     """Answer one request. Errors are raised; the endpoint around it shows them."""

@@ -19,8 +19,6 @@ from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
 from serinus.front.exchange import CHUNK_WRITER, error_json
 
-__all__ = ["SAID_EVERY_S", "ConnectionLimits", "ConnectionTable", "HttpConnection"]
-
 _log = get_logger("front")
 
 _JOINED_BYTES_MAX = 64 << 10

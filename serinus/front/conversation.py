@@ -30,8 +30,6 @@ from serinus.text import (
     checked_messages,
 )
 
-__all__ = ["AnswerReader", "Conversation", "prepare", "render_chat"]
-
 _MESSAGE_CHARS = 64
 """A message costs as much as so many characters, however short it is."""
 

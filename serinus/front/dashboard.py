@@ -25,10 +25,6 @@ from serinus.front.frames import FrameEncoder
 from serinus.front.state import Front
 from serinus.text import Tokenizer
 
-__all__ = [
-    "DashboardFeed", "Subscription", "answer_page", "down_event", "page_html", "stream",
-]  # fmt: skip
-
 PERIOD_S: Final = 0.5
 """Seconds between two frames."""
 _ANSWER_S_MAX: Final = 600.0

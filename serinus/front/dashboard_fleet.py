@@ -19,8 +19,6 @@ from serinus.front.exchange import HttpExchange
 from serinus.front.fleet import Fleet, FleetEngine, reason_of
 from serinus.front.upstream import Upstream, UpstreamBroken, fetch
 
-__all__ = ["FleetDashboard"]
-
 _PAGES_MAX: Final = 8
 _FLEET_S: Final = 2.0
 """Seconds between two looks at which engines there are."""

@@ -16,8 +16,6 @@ from serinus.front.exchange import HttpExchange
 from serinus.front.schemas import OpenAiBody
 from serinus.front.state import Front, prompts_of
 
-__all__ = ["embeddings"]
-
 _PARAMS = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, hidden_state=True)
 """The engine computes a text by choosing what could follow it; that token is dropped."""
 

@@ -18,19 +18,6 @@ from serinus.core.request import Share
 from serinus.front.proofs import TOKENS_HEADER
 from serinus.front.tracing import RequestSpan
 
-__all__ = [
-    "CHUNK_WRITER",
-    "REQUEST_ID_HEADER",
-    "BodyTooLarge",
-    "ClientGone",
-    "ErrorAnswer",
-    "ErrorInfo",
-    "HttpExchange",
-    "error_json",
-    "error_of",
-    "request_id_of",
-]
-
 _ENCODER = msgspec.json.Encoder()
 _T = TypeVar("_T")
 

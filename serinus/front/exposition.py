@@ -10,8 +10,6 @@ from prometheus_client.exposition import choose_encoder
 
 from serinus.front.exchange import HttpExchange
 
-__all__ = ["answer_scrape", "merge_expositions"]
-
 _GZIP = re.compile(r"(?:^|,)\s*(?:gzip|x-gzip|\*)\s*(?:;\s*q=(?P<weight>[0-9.]+)\s*)?(?=,|$)", re.IGNORECASE)
 _GZIP_LEVEL = 1
 """A text of series shrinks to a tenth at the lowest level already."""

@@ -23,8 +23,6 @@ from serinus.front.policies import Policy, make_policy
 from serinus.front.settings import RouterSettings, split_alias
 from serinus.front.upstream import Upstream, UpstreamBroken, fetch
 
-__all__ = ["Fleet", "FleetEngine", "NoEngineAlive", "engine_secrets", "reason_of"]
-
 _log = get_logger("front")
 _SLACK_REQUESTS: Final = 8
 """A decode engine may have so many requests more than another and still be preferred for its cache..."""

@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 
 from serinus.wire.watched import PoolCells, WatchFrame
 
-__all__ = ["FrameEncoder", "kv_summary"]
-
 _WHOLE_SHARE: Final = 3
 """A pool of which more than one page in so many has changed is sent whole."""
 _STATES: Final = ("free", "request", "cached", "in_transit", "quarantined", "padding", "retired")

@@ -14,8 +14,6 @@ from serinus.front.metrics import FrontMetrics
 from serinus.text import GrammarCompiler, Tokenizer
 from serinus.wire.messages import Ready
 
-__all__ = ["GrammarCheck"]
-
 _COMPILE_S_MAX = 5.0
 """Seconds that a grammar may take, those that it waits for others included."""
 _THREADS = 2

@@ -14,8 +14,6 @@ from serinus.core.errors import BadRequest
 from serinus.core.grammar import Grammar, GrammarKind
 from serinus.front.schemas import OpenAiBody, ResponseFormat, SamplingFields, StructuredOutputs
 
-__all__ = ["AskedGrammar", "asked_grammar", "grammar_field", "schema_grammar"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedGrammar:

@@ -22,28 +22,6 @@ from serinus.front.parse import parse_body
 from serinus.front.schemas import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody
 from serinus.front.state import Front, prompts_of
 
-__all__ = [
-    "CACHE_NODES_MAX",
-    "NotFlushed",
-    "abort_request",
-    "cache_limit",
-    "cache_tree",
-    "canary",
-    "description",
-    "detokenize",
-    "flush_cache",
-    "health",
-    "health_generate",
-    "load",
-    "metrics",
-    "model",
-    "model_info",
-    "models",
-    "server_info",
-    "tokenize",
-    "version",
-]
-
 _LOOK_S_MAX = 2.0
 """Seconds /server_info and /metrics wait for the engine's own part."""
 

@@ -22,8 +22,6 @@ from serinus.core.log import get_logger
 from serinus.core.request import Share
 from serinus.core.shown import shown
 
-__all__ = ["ApiKey", "KeyFile"]
-
 _log = get_logger("front")
 
 _LOOK_EVERY_S = 1.0

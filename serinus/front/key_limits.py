@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from serinus.core.errors import RateLimited
 from serinus.front.key_file import ApiKey
 
-__all__ = ["KeyLimits"]
-
 _BYTES_PER_TOKEN = 4
 _MINUTE_S = 60.0
 

@@ -20,8 +20,6 @@ from serinus.front.key_limits import KeyLimits, LimitReached
 from serinus.front.metrics import HttpMetrics
 from serinus.front.proofs import SHARE, SHARE_HEADER, SHARE_PROOF_HEADER, proof_of, proves
 
-__all__ = ["Keys", "share_headers"]
-
 _SHARES = msgspec.json.Decoder(Share)
 _UNKNOWN = "authorization: got no key or a wrong one, expected `Authorization: Bearer KEY`"
 

@@ -17,8 +17,6 @@ from serinus.front.schemas import ChatBody, JsonSchemaFormat, ResponseFormat
 from serinus.front.state import Front
 from serinus.text import DeltaKind
 
-__all__ = ["count_tokens", "messages"]
-
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _FIELDS = {

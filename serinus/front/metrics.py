@@ -16,8 +16,6 @@ from serinus.core.times import TimeCounts
 if TYPE_CHECKING:
     from serinus.front.connection import ConnectionTable
 
-__all__ = ["FrontMetrics", "HttpMetrics", "RouterMetrics"]
-
 _LABELS = ("engine", "role", "rank")
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400)
 _BETWEEN_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.4, 0.8, 2, 5)

@@ -21,8 +21,6 @@ from serinus.front.schemas import GenerateBody, NativeSampling, refuse_unsupport
 from serinus.front.state import Front, Prompt
 from serinus.text import Tokenizer
 
-__all__ = ["generate"]
-
 _T = TypeVar("_T")
 _KEEP_ALIVE = b"\n\n"
 """Blank lines, no comment: clients made for SGLang take every other line for JSON."""

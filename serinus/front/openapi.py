@@ -15,8 +15,6 @@ from serinus.front.exchange import ErrorAnswer
 from serinus.front.routes import ENDPOINTS, EndpointSpec
 from serinus.front.sampling import TOP_LOGPROBS_MAX
 
-__all__ = ["openapi"]
-
 _EVENTS = "text/event-stream"
 _TEMPLATE = "#/components/schemas/{name}"
 _ERRORS = {

@@ -18,8 +18,6 @@ import msgspec
 from serinus.core.errors import BadRequest
 from serinus.front.schemas import GenerateBody, NativeSampling, StreamOptions
 
-__all__ = ["VALUES_MAX", "parse_body", "unknown_fields"]
-
 _BodyT = TypeVar("_BodyT", bound=msgspec.Struct)
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<key>key in )?(?:`)?\$?(?P<path>[^`]*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")

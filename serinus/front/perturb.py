@@ -13,8 +13,6 @@ from serinus.front.parse import parse_body
 from serinus.front.state import Front
 from serinus.wire.fault_order import FaultOrder
 
-__all__ = ["PerturbRefused", "perturb", "perturb_all"]
-
 _ROLES = ("", "prefill", "decode")
 _ALL_S_MAX = 60.0
 

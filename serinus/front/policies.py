@@ -11,8 +11,6 @@ import xxhash
 
 from serinus.core.fleet_settings import POLICIES
 
-__all__ = ["Candidate", "Policy", "make_policy"]
-
 _PROMPT_KEYS: Final = (b'"messages"', b'"prompt"', b'"text"', b'"input_ids"', b'"input"')
 _KEY_BYTES_MAX: Final = 4096
 """The prompt of a body begins within these, or is taken to be the whole body."""

@@ -10,18 +10,6 @@ from __future__ import annotations
 import hmac
 from collections.abc import Sequence
 
-__all__ = [
-    "PREFILL_HEADER",
-    "PROOF_HEADER",
-    "SHARE",
-    "SHARE_HEADER",
-    "SHARE_PROOF_HEADER",
-    "TOKENS_HEADER",
-    "SuggestionCheck",
-    "proof_of",
-    "proves",
-]
-
 PREFILL_HEADER = "x-serinus-prefill"
 """Carries the control address of the prefill engine that the router suggests."""
 PROOF_HEADER = "x-serinus-proof"

@@ -16,17 +16,6 @@ from serinus.front.state import Front
 from serinus.text import Tokenizer
 from serinus.wire.messages import Ready
 
-__all__ = [
-    "ChoiceRenderer",
-    "chat_logprobs",
-    "completion_logprobs",
-    "encode",
-    "event",
-    "finish_info",
-    "meta_info",
-    "stream",
-]
-
 _DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment of server-sent events: clients pass over it, proxies see that the connection lives."""

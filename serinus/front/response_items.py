@@ -7,8 +7,6 @@ from typing import Any
 
 from serinus.core.errors import BadRequest
 
-__all__ = ["messages_of"]
-
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "reasoning_text": "text"}
 """Types of parts that hold a text, and the field that it is in."""

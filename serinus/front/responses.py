@@ -18,8 +18,6 @@ from serinus.front.schemas import ChatBody, ResponseFormat
 from serinus.front.state import Front
 from serinus.text import DeltaKind, Tokenizer
 
-__all__ = ["responses"]
-
 _FIELDS = {
     r"^response_format(\.json_schema)?": "text.format",
     r"^max_completion_tokens": "max_output_tokens",

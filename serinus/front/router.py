@@ -45,8 +45,6 @@ from serinus.front.tracing import TRACE_HEADERS, make_tracing
 from serinus.front.upstream import NotConnected, Upstream, UpstreamBroken
 from serinus.front.workers import list_models, one_model, renamed, workers
 
-__all__ = ["Router", "create_router_app"]
-
 _ALL_S_MAX = 10.0
 """Seconds a request to all engines may take."""
 _BREAKS_MAX = 2

@@ -68,8 +68,6 @@ from serinus.front.state_answers import (
 from serinus.front.tracing import TRACE_HEADERS, Tracing
 from serinus.wire.fault_order import FaultOrder
 
-__all__ = ["DASHBOARD", "ENDPOINTS", "EndpointSpec", "Handler", "routes_of"]
-
 _log = get_logger("front")
 
 Handler = Callable[[HttpExchange], Awaitable[None]]

@@ -16,19 +16,6 @@ from serinus.front.schemas import ChatBody, CompletionBody, NativeSampling, Open
 from serinus.text import Tokenizer
 from serinus.wire.messages import Ready
 
-__all__ = [
-    "TOP_LOGPROBS_MAX",
-    "asks_for_none",
-    "check_chars",
-    "check_limits",
-    "check_text",
-    "from_chat",
-    "from_completion",
-    "from_native",
-    "limit_field",
-    "token_row",
-]
-
 _T = TypeVar("_T")
 Defaults = Mapping[str, Any]
 """Fields of SamplingParams for what a request does not name: Ready.sampling_defaults."""

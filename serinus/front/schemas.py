@@ -13,23 +13,6 @@ import msgspec
 
 from serinus.core.errors import BadRequest
 
-__all__ = [
-    "AbortBody",
-    "ChatBody",
-    "CompletionBody",
-    "DetokenizeBody",
-    "GenerateBody",
-    "JsonSchemaFormat",
-    "NativeSampling",
-    "OpenAiBody",
-    "ResponseFormat",
-    "SamplingFields",
-    "StreamOptions",
-    "StructuredOutputs",
-    "TokenizeBody",
-    "refuse_unsupported",
-]
-
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     """What a stream carries besides text."""

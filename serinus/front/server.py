@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from serinus.front.metrics import HttpMetrics
     from serinus.front.tls import ServerTls
 
-__all__ = ["HttpServer", "bind", "engine_limits", "router_limits"]
-
 _log = get_logger("front")
 
 _BACKLOG = 2048

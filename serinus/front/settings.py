@@ -10,8 +10,6 @@ from serinus.front.tls import client_tls
 from serinus.front.tracing import check_endpoint
 from serinus.text import answer_style
 
-__all__ = ["FrontSettings", "RouterSettings"]
-
 _BODY_BYTES_MAX = 32 << 20
 
 

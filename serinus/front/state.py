@@ -34,8 +34,6 @@ from serinus.front.tracing import call_attributes, make_tracing
 from serinus.text import EmbeddingUse, Tokenizer, load_embedding_use, load_tokenizer
 from serinus.wire.messages import Ready
 
-__all__ = ["IGNORED_HEADER", "Front", "Prompt", "prompts_of"]
-
 _BodyT = TypeVar("_BodyT", bound=msgspec.Struct)
 _log = get_logger("front")
 

@@ -9,26 +9,6 @@ from msgspec import UNSET, UnsetType
 
 from serinus.front.answer_schemas import HttpAnswer
 
-__all__ = [
-    "Aborted",
-    "ByEngine",
-    "CacheView",
-    "CanaryView",
-    "Description",
-    "EngineInfo",
-    "FaultsView",
-    "LookView",
-    "ModelCard",
-    "ModelInfo",
-    "ModelList",
-    "RouterInfo",
-    "ServerLoad",
-    "Version",
-    "WorkerList",
-    "WorkerView",
-]
-
-
 # ---- models and state ------------------------------------------------------------------------------------------------
 
 

@@ -10,8 +10,6 @@ from serinus.core.grammar import Grammar
 from serinus.front.schemas import ChatBody
 from serinus.text import AnswerStyle, Tokenizer, tag_rules
 
-__all__ = ["thinking_budget", "thoughts_first"]
-
 _SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Whitespace between tokens of JSON: more is of no use, and a model could write it for ever."""
 

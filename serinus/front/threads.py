@@ -11,8 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-__all__ = ["TextThreads"]
-
 _T = TypeVar("_T")
 _HERE_CHARS = 8192
 """Shorter texts are worked on at once: a millisecond or two, less than a thread costs where many wait."""

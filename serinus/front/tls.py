@@ -10,8 +10,6 @@ from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
 from serinus.core.settings import ServerSettings
 
-__all__ = ["ServerTls", "client_tls", "server_tls"]
-
 _log = get_logger("front")
 
 _LOOK_EVERY_S = 1.0

@@ -12,8 +12,6 @@ from serinus.core.grammar import Grammar
 from serinus.front.schemas import ChatBody
 from serinus.text import AnswerStyle, forced_tag
 
-__all__ = ["ToolUse", "tool_use"]
-
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 

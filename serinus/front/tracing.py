@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from serinus.front.calls import Call
 
-__all__ = ["TRACE_HEADERS", "RequestSpan", "Tracing", "call_attributes", "check_endpoint", "make_tracing"]
-
 TRACE_HEADERS: Final = ("traceparent", "tracestate")
 """Headers of a request that say of which trace it is."""
 _OPERATIONS: Final = {

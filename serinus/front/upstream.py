@@ -16,8 +16,6 @@ from serinus.core.addresses import host_port
 from serinus.core.errors import PeerGone
 from serinus.front.tls import client_tls
 
-__all__ = ["NotConnected", "Upstream", "UpstreamBroken", "fetch"]
-
 _HEAD_BYTES_MAX = 64 << 10
 _READ_BYTES = 256 << 10
 _Headers = Sequence[tuple[str, str]]

@@ -21,8 +21,6 @@ from serinus.front.schemas import WorkerBody
 from serinus.front.settings import RouterSettings, split_alias
 from serinus.front.upstream import UpstreamBroken, fetch
 
-__all__ = ["NoKey", "NoWorker", "list_models", "one_model", "renamed", "workers"]
-
 _ENGINES_MAX: Final = 1024
 """Engines of one router: each is looked at every second or so."""
 _KINDS: Final = {"decode": "decode", "regular": "decode", "unified": "decode", "prefill": "prefill"}

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionBatch", "slots_in"]
-
 
 def slots_in(slots: Tensor, slot_count: int) -> Tensor:
     """int64 slots; 0 for each that is none of the pool's."""

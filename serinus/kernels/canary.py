@@ -9,18 +9,6 @@ from torch import Tensor
 from serinus.core.parts import Part
 from serinus.core.stamps import CHAIN_ANCHOR
 
-__all__ = [
-    "ANCHOR",
-    "RING_FIELDS",
-    "UNKNOWN",
-    "Reason",
-    "StampLane",
-    "differing",
-    "first_lane",
-    "packed_sums",
-    "stamp_lanes",
-]
-
 ANCHOR = CHAIN_ANCHOR
 """The previous hash of position 0."""
 UNKNOWN = -1

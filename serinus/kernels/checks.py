@@ -22,28 +22,6 @@ from serinus.kernels.packed import PackedExperts
 from serinus.kernels.pool_rows import is_laid_out, row_elements
 from serinus.kernels.quantized import QuantizedWeight
 
-__all__ = [
-    "check_digest",
-    "check_fused_moe",
-    "check_gate",
-    "check_hashed",
-    "check_latent_attention",
-    "check_latent_rope_store",
-    "check_layer_digest",
-    "check_logits",
-    "check_mask",
-    "check_norm",
-    "check_pack_factors",
-    "check_pack_linear",
-    "check_page_digests",
-    "check_paged_attention",
-    "check_pages",
-    "check_pull",
-    "check_qk_rope_store",
-    "check_residual",
-    "check_watched_attention",
-]
-
 
 def check_page_digests(
     data_PY: NDArray[np.uint8], pages_G: NDArray[np.int64], page_size: int, row_bytes: int, coefficients_L22W: Tensor

@@ -18,30 +18,6 @@ from serinus.core.history import TokenHistory
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.packed import PackedExperts, PackedFactors, PackedLinear
 
-__all__ = [
-    "CanaryOps",
-    "ExpertGate",
-    "FusedMoe",
-    "Gate",
-    "HashedPages",
-    "LatentAttention",
-    "LayerDigest",
-    "LayerDigests",
-    "LayersKv",
-    "MakeWatch",
-    "MovePages",
-    "NormLinear",
-    "PagedAttention",
-    "PullPages",
-    "RowSampling",
-    "Tiling",
-    "TopTokens",
-    "Watch",
-    "WatchPlan",
-    "WatchedAttention",
-    "WrittenRows",
-]
-
 LayersKv = Sequence[tuple[Tensor, ...]]
 """Pools [S, H, D] of the layers of one part: (k, v) of each, or one of latent rows, which are both."""
 

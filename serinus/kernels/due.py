@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["entries_of", "match_columns"]
-
 
 def match_columns(
     columns_7C: NDArray[np.int64], rows_B: NDArray[np.int64], row_count: int

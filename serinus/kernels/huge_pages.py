@@ -11,8 +11,6 @@ import ctypes
 import sys
 from collections.abc import Callable
 
-__all__ = ["collapse_to_huge_pages", "populate", "prefer_huge_pages"]
-
 _HUGE_BYTES = 2 << 20
 _SMALL_BYTES = 4096
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25

@@ -18,8 +18,6 @@ from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.contracts import Gate, LayerDigest, LayerDigests, LayersKv, WrittenRows
 from serinus.kernels.packed import PackedLinear
 
-__all__ = ["DecodeLayers", "LayerSteps", "LayerWeights", "MakeDecodeLayers"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:

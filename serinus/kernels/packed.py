@@ -8,8 +8,6 @@ from torch import Tensor
 
 from serinus.kernels.quantized import QuantizedWeight
 
-__all__ = ["PackedExperts", "PackedFactors", "PackedLinear", "RowBlocks"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlocks:

@@ -11,8 +11,6 @@ import math
 
 from torch import Tensor
 
-__all__ = ["is_laid_out", "page_gap", "put_rows", "row_elements", "row_of", "rows_of", "slot_count"]
-
 
 def slot_count(pool: Tensor) -> int:
     """S: its slots, those of the padding page included."""

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["QuantizedWeight"]
-
 _STEP = 8
 """Inputs of which kernels read whole multiples from where a group begins."""
 

@@ -38,8 +38,6 @@ from serinus.kernels.layers import MakeDecodeLayers
 from serinus.kernels.packed import PackedFactors, PackedLinear
 from serinus.kernels.quantized import QuantizedWeight
 
-__all__ = ["COLUMNS", "FILES", "Kernels", "load", "warm"]
-
 COLUMNS = ("auto", "ref", "cpu", "triton")
 """What `load` accepts as a column."""
 

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from serinus.core.parts import Part
 from serinus.kernels.batch import AttentionBatch
 
-__all__ = ["ForwardBatch", "HostBatch"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostBatch:

@@ -9,8 +9,6 @@ from typing import Any
 
 from serinus.core.errors import ConfigError
 
-__all__ = ["ConfigFields", "read_json"]
-
 
 class ConfigFields:
     """The fields of one JSON object."""

@@ -28,8 +28,6 @@ from serinus.models.weights import WeightSource
 from serinus.parallel import Mesh, Shard
 from serinus.parallel.comm import Comm, SoloComm
 
-__all__ = ["Decoder"]
-
 
 class Decoder:
     """A decoder-only transformer with rotary embedding, grouped queries and gated MLP."""

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from serinus.models.weight_digests import PIECE_BYTES, piece_digest
 
-__all__ = ["DeviceReader", "Reading"]
-
 THREADS_MAX = 8
 """More read slower: on 16 cores 1, 8, 12 and 16 threads with pieces of 4 MiB gave 4.9, 16.9, 11.2 and 9.8 GB/s."""
 

@@ -20,8 +20,6 @@ from serinus.core.errors import ConfigError
 from serinus.models.device_reader import DeviceReader, Reading
 from serinus.models.weight_digests import TensorDigests
 
-__all__ = ["DeviceTensors"]
-
 _AHEAD_BYTES: Final = 512 << 20
 """On their way or waiting to be taken, at most."""
 _TYPES: Final = {

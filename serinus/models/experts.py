@@ -12,9 +12,6 @@ from typing import Literal
 
 from serinus.models.config_fields import ConfigFields
 
-__all__ = ["ExpertFamily", "ExpertSpec", "expert_fields"]
-
-
 _SWIGLU_OAI = (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0))
 """Numbers of gpt-oss's activation."""
 

@@ -17,8 +17,6 @@ from serinus.models.config_fields import ConfigFields
 from serinus.models.experts import ExpertFamily, expert_fields
 from serinus.models.latent import latent_fields, rescaled
 
-__all__ = ["FAMILIES", "LLAMA_NORMS", "Family", "NormNames", "RopeSpec", "family_fields", "toy_fields"]
-
 
 class Sliding(Enum):
     """Which layers slide where the config has a window but no layer_types."""

@@ -10,8 +10,6 @@ from typing import Any, Final
 from serinus.core.errors import ConfigError
 from serinus.core.gguf_file import GgufFile, gguf_folder, write_once
 
-__all__ = ["GGUF_ARCHITECTURES", "INTEGER_BITS", "unpacked"]
-
 GGUF_ARCHITECTURES: Final[Mapping[str, str]] = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",

@@ -26,8 +26,6 @@ from serinus.models.weight_digests import TensorDigests
 if TYPE_CHECKING:
     from gguf.gguf_reader import ReaderTensor
 
-__all__ = ["GgufSource"]
-
 _log = get_logger("models")
 _FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _GROUP: Final = 32

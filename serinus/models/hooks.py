@@ -13,8 +13,6 @@ from torch import Tensor
 from serinus.kernels import AttentionBatch, LayerDigest, LayerDigests, WrittenRows
 from serinus.models.batch import ForwardBatch, HostBatch
 
-__all__ = ["ForwardHook", "NullHook", "Put", "compose_hooks"]
-
 Put = Callable[[NDArray[np.int64]], Tensor]
 """What an array will be on the device, once the input of the step is sent there."""
 

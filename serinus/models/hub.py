@@ -11,8 +11,6 @@ from serinus.core.gguf_file import is_gguf
 from serinus.models.gguf_config import unpacked
 from serinus.models.weight_files import INDEX, OTHER_FORMAT, SINGLE_FILE, indexed_files
 
-__all__ = ["resolve"]
-
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TEXTS = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
 

@@ -18,8 +18,6 @@ from serinus.kernels import PackedExperts
 from serinus.models.experts import ExpertSpec
 from serinus.models.mxfp4 import BLOCK, BLOCK_BYTES, dequantized
 
-__all__ = ["Tensors", "take_interleaved"]
-
 
 class Tensors(Protocol):
     """Where tensors come from (`weights.WeightSource`)."""

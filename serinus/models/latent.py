@@ -12,8 +12,6 @@ from typing import Any
 
 from serinus.models.config_fields import ConfigFields
 
-__all__ = ["LatentSpec", "latent_fields", "rescaled"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:

@@ -20,8 +20,6 @@ from torch import Tensor
 from serinus.kernels import Kernels, LayerWeights, PackedLinear, WrittenRows
 from serinus.models.latent import LatentSpec
 
-__all__ = ["Latent"]
-
 _EPS: Final = 1e-6
 """Of the norms of latents; as transformers has it, whatever rms_norm_eps is."""
 

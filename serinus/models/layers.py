@@ -26,8 +26,6 @@ from serinus.models.spec import ModelSpec
 from serinus.models.weights import WeightSource
 from serinus.parallel import Shard, share
 
-__all__ = ["RankWeights", "take_weights"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWeights:

@@ -28,8 +28,6 @@ from serinus.models.weights import RandomSource, SafetensorsSource, WeightSource
 from serinus.parallel import Shard
 from serinus.parallel.comm import Comm
 
-__all__ = ["Model", "choose_dtype", "load_model"]
-
 _log = get_logger("models")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from serinus.kernels import Gate, Kernels, PackedExperts, PackedLinear
 from serinus.models.experts import ExpertSpec
 
-__all__ = ["Mixture", "SharedExpert", "choose_experts"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExpert:

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from serinus.core.errors import ConfigError
 
-__all__ = ["BLOCK", "BLOCK_BYTES", "dequantized"]
-
 BLOCK = 32
 """Values that share a scale."""
 BLOCK_BYTES = BLOCK // 2

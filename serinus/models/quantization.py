@@ -14,8 +14,6 @@ from typing import Any, Final
 from serinus.core.errors import ConfigError
 from serinus.models.config_fields import ConfigFields
 
-__all__ = ["AT_LOAD", "QuantSpec", "quant_spec"]
-
 AT_LOAD: Final = ("int8", "int4")
 """What `--quantization` makes of a checkpoint that is not quantized."""
 

@@ -17,8 +17,6 @@ from serinus.kernels import QuantizedWeight
 from serinus.models.quantization import QuantSpec
 from serinus.models.weights import WeightSource
 
-__all__ = ["QuantizingSource", "quantize"]
-
 _ROWS = 8192
 """Outputs that are quantized at once: in fp32 they take a few hundred MB at most."""
 

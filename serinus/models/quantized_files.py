@@ -18,8 +18,6 @@ from serinus.kernels import QuantizedWeight
 from serinus.models.quantization import QuantSpec
 from serinus.models.weights import SafetensorsSource
 
-__all__ = ["QuantizedFiles"]
-
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Output of each digit of a word."""
 _INTEGERS = ("qweight", "weight_packed")

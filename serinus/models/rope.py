@@ -14,8 +14,6 @@ import torch
 
 from serinus.models.spec import RopeSpec
 
-__all__ = ["frequencies", "head_order", "rope_tables"]
-
 
 def frequencies(rope: RopeSpec, size: int, context: int) -> tuple[torch.Tensor, float]:
     """Radians per position of each pair of elements that turn, fp32 [size/2], longest wavelength last; and what cosines

@@ -10,8 +10,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CHAT_TEMPLATE", "FAMILIES", "SPECIAL_TOKENS", "make_checkpoint", "make_tokenizer", "make_toy"]
-
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,

@@ -34,8 +34,6 @@ from serinus.models.spec import ModelSpec
 from serinus.parallel import Mesh, Shard
 from serinus.parallel.comm import Comm, SoloComm
 
-__all__ = ["ToyModel"]
-
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)

@@ -28,8 +28,6 @@ from serinus.models.transformers_spec import read_config
 from serinus.models.weight_digests import TensorDigests
 from serinus.models.weight_files import file_of_each
 
-__all__ = ["TransformersModel"]
-
 _NAME: Final = "serinus_paged"
 """Of the attention function, where transformers keeps them."""
 _log = get_logger("models")

@@ -12,8 +12,6 @@ from typing import Any
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 
-__all__ = ["read_config", "transformers_fields"]
-
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 """Kinds of layers whose state is KV of positions, which is what pages hold."""
 

@@ -21,8 +21,6 @@ import xxhash
 from serinus.core.errors import ConfigError, InvariantError
 from serinus.parallel.comm import Comm
 
-__all__ = ["PIECE_BYTES", "TensorDigests", "piece_digest"]
-
 PIECE_BYTES = 8 << 20
 """Of a tensor, that are digested by themselves; part of what a digest means."""
 

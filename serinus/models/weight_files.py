@@ -14,8 +14,6 @@ from serinus.core.errors import ConfigError
 from serinus.core.gguf_file import GGUF_LINK, GgufFile
 from serinus.models.gguf_config import INTEGER_BITS
 
-__all__ = ["INDEX", "OTHER_FORMAT", "SINGLE_FILE", "file_bytes", "file_of_each", "indexed_files"]
-
 INDEX: Final = "model.safetensors.index.json"
 """Names the file of each tensor; files that it does not name are no part of the checkpoint."""
 SINGLE_FILE: Final = "model.safetensors"

@@ -22,8 +22,6 @@ from serinus.models.device_tensors import DeviceTensors
 from serinus.models.weight_digests import TensorDigests
 from serinus.models.weight_files import file_of_each
 
-__all__ = ["RandomSource", "SafetensorsSource", "WeightSource"]
-
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _log = get_logger("models")
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"

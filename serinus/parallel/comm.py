@@ -28,8 +28,6 @@ from serinus.core.errors import ConfigError, PeerGone, StepAbandoned
 from serinus.parallel.mesh import Mesh
 from serinus.parallel.near import NearFile, NearStage
 
-__all__ = ["Comm", "Meeting", "SoloComm", "TorchComm", "find", "listen"]
-
 _torch: Any = dist
 """torch.distributed without types: its stores and groups have none."""
 _TAG: Final = 0

@@ -12,8 +12,6 @@ from itertools import accumulate, pairwise
 
 from serinus.core.errors import ConfigError
 
-__all__ = ["Mesh", "Shard", "shards_of", "share"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:

@@ -35,8 +35,6 @@ from torch import Tensor
 from serinus.core.clock import Clock
 from serinus.core.errors import PeerGone, StepAbandoned
 
-__all__ = ["NearFile", "NearStage"]
-
 _FOLDER: Final = Path("/dev/shm")
 _LINE: Final = 64
 """Bytes of each rank's words: one cache line."""

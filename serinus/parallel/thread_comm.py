@@ -18,8 +18,6 @@ from serinus.core.clock import WallClock
 from serinus.core.errors import PeerGone, StepAbandoned
 from serinus.parallel.mesh import Mesh
 
-__all__ = ["ThreadComm"]
-
 _T = TypeVar("_T")
 
 

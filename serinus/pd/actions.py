@@ -17,29 +17,6 @@ from serinus.pd.pages import HandoffOver, MovePiece, TakeIn, Unstage
 from serinus.wire import Buffer
 from serinus.wire.messages import LayoutSignature, Message
 
-__all__ = [
-    "AbortPrefill",
-    "AddPrefill",
-    "AttachPeer",
-    "CancelReads",
-    "ClosePeer",
-    "DecodeAction",
-    "FencePeer",
-    "ForgetPrefill",
-    "Landed",
-    "OpenPeer",
-    "PeerAction",
-    "PeerChanged",
-    "PrefillAction",
-    "PrefillDrained",
-    "Quarantine",
-    "QuarantineOver",
-    "Recompute",
-    "ReleaseChunk",
-    "Send",
-    "StopPrefill",
-]
-
 # ---- actions of both sides ----------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,6 @@ from serinus.pd.layout import RankLayout, target_range
 from serinus.pd.settings import HandoffSettings
 from serinus.wire.messages import Data, Done
 
-__all__ = ["ArrivalAccount", "span_fault"]
-
 
 def span_fault(
     spans: tuple[PageSpan, ...], settings: HandoffSettings, layout: RankLayout, held: int, prompt_tokens: int

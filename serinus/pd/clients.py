@@ -21,8 +21,6 @@ from serinus.pd.secret import greeting_mac, is_genuine
 from serinus.pd.settings import HandoffSettings
 from serinus.wire.messages import Grant, Hello, HelloAgain, HelloNo, HelloOk, Keepalive
 
-__all__ = ["CLIENTS_MAX", "TOMBSTONES_MAX", "Client", "Clients", "HeldChunk", "Lane", "Piece"]
-
 TOMBSTONES_MAX: Final = 1 << 16
 """Closed grants above a client's floor, and grants that came before their PREPARE; a client with more is cut off."""
 CLIENTS_MAX: Final = 128

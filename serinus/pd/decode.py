@@ -63,8 +63,6 @@ from serinus.wire.messages import (
     SourceLease,
 )
 
-__all__ = ["DecodeSide"]
-
 _CODES: Final = frozenset(
     {"aborted", "deadline", "error", "expired", "kv_canary", "mismatch", "peer_gone", "rejected", "shutdown",
      "transfer"}

@@ -14,8 +14,6 @@ from serinus.pd.arrival_account import ArrivalAccount
 from serinus.pd.modes import Mode
 from serinus.wire.messages import Done, Grant, Prepare
 
-__all__ = ["DecodeHandoff"]
-
 _TIERS: Final = frozenset({"device", "host", "storage"})
 
 

@@ -23,8 +23,6 @@ from serinus.pd.registry import Registry
 from serinus.pd.settings import HandoffSettings
 from serinus.wire.messages import AbortGrant, Confirm, Data, DataOk, Done, DoneOk, Drained, Fail
 
-__all__ = ["REASON_CHARS", "DecodeTable", "taken"]
-
 REASON_CHARS: Final = 2000
 """A reason is no longer on the wire."""
 

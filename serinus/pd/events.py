@@ -15,21 +15,6 @@ from serinus.core.request import Request
 from serinus.pd.pages import PieceMoved, TakenIn
 from serinus.wire import Gone, PeerMessage
 
-__all__ = [
-    "CancelHandoff",
-    "DecodeEvent",
-    "Drain",
-    "EndPrefill",
-    "PeerFenced",
-    "PrefillEvent",
-    "PrepareHandoff",
-    "ReclaimParked",
-    "Shutdown",
-    "StartHandoff",
-    "Tick",
-    "WantPeer",
-]
-
 # ---- events of both sides -----------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,6 @@ from serinus.core.handoff import HandoffFinding
 from serinus.core.parts import Part
 from serinus.wire.messages import Fail, KvFound
 
-__all__ = ["ended_there", "heard", "message_of"]
-
 _REASON_CHARS: Final = 2000
 
 

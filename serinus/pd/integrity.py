@@ -14,19 +14,6 @@ from numpy.typing import NDArray
 
 from serinus.core.errors import DigestMismatch
 
-__all__ = [
-    "Digesting",
-    "check_digests",
-    "check_pages",
-    "copy_in",
-    "copy_out",
-    "digest_pages",
-    "digest_seed",
-    "digest_stored",
-    "first_bad_page",
-    "take",
-]
-
 _MASK_63 = (1 << 63) - 1
 
 

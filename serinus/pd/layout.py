@@ -22,20 +22,6 @@ from serinus.core.parts import Part
 from serinus.core.stamps import STAMP_BYTES
 from serinus.wire.messages import LayoutSignature
 
-__all__ = [
-    "ITEM_BYTES",
-    "Cut",
-    "RankLayout",
-    "RankShare",
-    "Routes",
-    "covers_pages",
-    "cut",
-    "difference",
-    "is_same",
-    "recut",
-    "target_range",
-]
-
 ITEM_BYTES: Final[Mapping[str, int]] = {
     "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1,
 }  # fmt: skip

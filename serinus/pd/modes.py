@@ -12,8 +12,6 @@ from enum import Enum
 
 from serinus.core.errors import ConfigError
 
-__all__ = ["Capabilities", "Fence", "Mode", "check_safe", "known_capabilities"]
-
 
 class Mode(Enum):
     """Which side moves the bytes, and what makes a closed grant safe."""

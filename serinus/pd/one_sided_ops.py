@@ -15,8 +15,6 @@ from serinus.pd.actions import AttachPeer, FencePeer
 from serinus.pd.backends import OneSided, OpResult, OpState, Region
 from serinus.pd.pages import MovePiece, RankFenced, TakeIn
 
-__all__ = ["OneSidedOps"]
-
 T = TypeVar("T")
 
 

@@ -36,16 +36,6 @@ from serinus.pd.pages import (
 )
 from serinus.pd.stores import Intake, check_stores
 
-__all__ = [
-    "PAGE_ANSWERS",
-    "PAGE_COMMANDS",
-    "PageAnswer",
-    "PageCommand",
-    "PageWorker",
-    "frame_backends",
-    "one_sided_backends",
-]
-
 PageCommand: TypeAlias = (
     AttachPeer | ClosePeer | MovePiece | Unstage | TakeIn | HandoffOver | ShareMemory | CancelReads
     | FencePeer

@@ -19,21 +19,6 @@ from numpy.typing import NDArray
 from serinus.core.parts import Part
 from serinus.pd.modes import Mode
 
-__all__ = [
-    "HandoffOver",
-    "MemoryShared",
-    "MovePiece",
-    "PeerUnreachable",
-    "PieceMoved",
-    "PieceStatus",
-    "RankFenced",
-    "ShareMemory",
-    "TakeIn",
-    "TakenIn",
-    "Unstage",
-    "no_bytes",
-]
-
 
 def no_bytes() -> NDArray[np.uint8]:
     """A payload without bytes."""

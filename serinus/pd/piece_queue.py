@@ -19,8 +19,6 @@ from serinus.pd.prefill_handoff import PrefillHandoff
 from serinus.pd.settings import HandoffSettings
 from serinus.wire.messages import Data
 
-__all__ = ["PieceQueue"]
-
 _FIRST_BYTES_MIN: Final = 1 << 20
 """The first pieces of a handoff are not made smaller than this."""
 _PAGES_MAX: Final = 1 << 16

@@ -58,15 +58,6 @@ from serinus.pd.pulse import Pace
 from serinus.pd.settings import HandoffSettings
 from serinus.wire import Gone, PeerMessage
 
-__all__ = [
-    "MOVING_S",
-    "TICK_S",
-    "DecodeResult",
-    "HandoffPort",
-    "Machine",
-    "PrefillResult",
-]
-
 TICK_S = 0.25
 """An idle loop takes a turn at least this often."""
 MOVING_S = 0.001

@@ -48,8 +48,6 @@ from serinus.wire.messages import (
     SourceLease,
 )
 
-__all__ = ["PrefillSide"]
-
 _CODES: Final = frozenset(
     {"aborted", "deadline", "digest", "error", "expired", "kv_canary", "mismatch", "peer_gone", "peer_slow", "rejected",
      "refused", "shutdown", "transfer"}

@@ -17,8 +17,6 @@ from serinus.pd.layout import RankLayout, target_range
 from serinus.pd.settings import HandoffSettings
 from serinus.wire.messages import Done, Grant, Prepare
 
-__all__ = ["PrefillHandoff", "prepare_fault"]
-
 
 def prepare_fault(message: Prepare) -> str:
     """Why this prompt cannot be computed, in words; empty = it can."""

@@ -16,8 +16,6 @@ from serinus.pd.prefill_handoff import PrefillHandoff
 from serinus.pd.settings import HandoffSettings
 from serinus.wire.messages import AbortAck, Fail, HelloNo
 
-__all__ = ["PrefillTable"]
-
 
 class PrefillTable:
     """Handoffs by xid, and the pieces that wait to be moved for them. Methods append what must be done to `out`."""

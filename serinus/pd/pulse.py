@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Pace", "Pulse"]
-
 _TICK_S_MAX = 1.0
 _STEPS = 4
 """A peer may be silent for so many of its longest steps."""

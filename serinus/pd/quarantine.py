@@ -14,8 +14,6 @@ from serinus.pd.actions import DecodeAction, QuarantineOver
 from serinus.pd.decode_handoff import DecodeHandoff
 from serinus.pd.modes import Mode
 
-__all__ = ["QuarantineEntry", "Quarantines", "entry_of"]
-
 
 @dataclass(slots=True, kw_only=True)
 class QuarantineEntry:

@@ -22,8 +22,6 @@ from serinus.pd.secret import greeting_mac, is_genuine
 from serinus.pd.settings import HandoffSettings
 from serinus.wire.messages import Hello, HelloAgain, HelloOk, Keepalive
 
-__all__ = ["PEERS_MAX", "Peer", "PeerState", "Registry"]
-
 PEERS_MAX: Final = 64
 """Addresses come with requests: there is a bound to how many are kept."""
 

@@ -12,8 +12,6 @@ import msgspec
 
 from serinus.wire.messages import Hello, HelloOk
 
-__all__ = ["greeting_mac", "is_genuine"]
-
 _ENCODER = msgspec.msgpack.Encoder()
 
 

@@ -11,8 +11,6 @@ from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Capabilities, check_safe, known_capabilities
 from serinus.wire.messages import LayoutSignature
 
-__all__ = ["PIECE_BYTES_MAX", "HandoffSettings"]
-
 PIECE_BYTES_MAX = 64 << 20
 """No piece is larger: between two of them prefill looks whether the grant is still open."""
 

@@ -23,8 +23,6 @@ from serinus.core.stamps import STAMP_FIELDS, digest_coefficients, digest_differ
 from serinus.kernels import load
 from serinus.pd.layout import Cut, RankLayout
 
-__all__ = ["StampIntake"]
-
 _POSITION, _DIGEST = 1, 3
 _DISAGREE: Final = -1
 """Position of a stamp of which two source ranks say different things: the check at arrival names the slot."""

@@ -13,8 +13,6 @@ from serinus.pd.layout import Cut, RankLayout, covers_pages, cut, is_same, recut
 from serinus.pd.pages import TakeIn
 from serinus.pd.stamps import StampIntake
 
-__all__ = ["Intake", "check_stores", "read_pages"]
-
 
 def check_stores(layout: RankLayout, rank: int, stores: Mapping[Part, PageStore]) -> None:
     """Raises ConfigError where these are not the stores of a rank."""

@@ -17,8 +17,6 @@ from serinus.pd.pages import PieceMoved, PieceStatus, TakenIn
 from serinus.wire import PeerMessage
 from serinus.wire.messages import Data, Grant, Prepare
 
-__all__ = ["HandoffTrail"]
-
 _PIECES_MAX: Final = 256
 
 

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["copy_runs"]
-
 _IN_STREAM_ORDER = 1
 """cudaMemcpySrcAccessOrderStream: sources are read when the stream comes to the copy."""
 

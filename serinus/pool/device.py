@@ -20,8 +20,6 @@ from serinus.core.stamps import STAMP_BYTES, STAMP_FIELDS
 from serinus.kernels import Kernels, prefer_huge_pages
 from serinus.pool.copy_engine import copy_runs
 
-__all__ = ["DevicePool", "PoolRegion", "PoolSpec", "lazy_zeros"]
-
 _LINE_BYTES = 64
 Strips = Sequence[tuple[Tensor, ...]]
 """Strips of slots of one width: (k, v) or the latent rows of layers, or lanes of stamps."""

@@ -21,8 +21,6 @@ from serinus.kernels import populate
 from serinus.pool.device import PoolSpec, lazy_zeros
 from serinus.pool.workers import ThreadWorkers
 
-__all__ = ["HostPool", "host_page_counts", "map_ahead"]
-
 _LINE_BYTES = 4096
 _GB = 10**9
 _PIECE_BYTES = 1 << 21

@@ -27,8 +27,6 @@ from serinus.pool.device import DevicePool
 from serinus.pool.host import HostPool
 from serinus.pool.workers import Task, ThreadWorkers, Workers
 
-__all__ = ["LayerGate", "Mover"]
-
 _GROUP_BYTES = 1 << 18
 """Layers of a load are copied in groups of at least so many bytes: less costs more to ask for than to copy."""
 _ROW_BYTES = 1 << 19

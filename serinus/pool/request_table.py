@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from serinus.core.errors import ConfigError, InvariantError
 from serinus.core.plan import TableWrite
 
-__all__ = ["RequestTable"]
-
 
 class RequestTable:
     """int32 [rows, context]; row 0 is padding. Entries that no plan wrote are 0, the padding slot."""

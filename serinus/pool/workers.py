@@ -13,8 +13,6 @@ from typing import Protocol
 
 from serinus.core.errors import InvariantError
 
-__all__ = ["Task", "ThreadWorkers", "Workers"]
-
 Task = Callable[[], None]
 
 

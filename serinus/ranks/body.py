@@ -17,9 +17,6 @@ from serinus.core.plan import SeqResult, StepPlan, StepResult
 from serinus.parallel import Mesh
 from serinus.ranks.commands import RankHoldings, RunStep, StepDone, Stop, describe
 
-__all__ = ["AnswerSource", "RankBody", "StepCanary", "StepRunner"]
-
-
 _TELL_STEPS: Final = 8
 """A rank that neither samples nor has a canary answers so many steps at once: each answer wakes the leader."""
 _TAIL: Final = 32

@@ -48,21 +48,6 @@ from serinus.ranks.tier_parts import Tiers, build_tiers, host_counts, namespace_
 from serinus.runner import GrammarMasks, Runner, batch_sizes, oracle_token
 from serinus.text import GrammarVocabulary, load_tokenizer
 
-__all__ = [
-    "Phases",
-    "RankParts",
-    "assemble",
-    "build_rank",
-    "choose_device",
-    "context_of",
-    "graph_sizes",
-    "overrides_of",
-    "record_steps",
-    "rehearse_steps",
-    "rows_of",
-    "specializes",
-]
-
 _log = get_logger("engine")
 
 

@@ -32,22 +32,6 @@ from serinus.ranks.tiers import TIER_COMMANDS, PagesRecalled
 from serinus.wire import Forms, Frame, Item, ObjectReader, ObjectWriter, PackedForm, Parts, decode, encode
 from serinus.wire.messages import RankAnswers, RankHeader
 
-__all__ = [
-    "ANSWERS",
-    "COMMANDS",
-    "FINDINGS",
-    "Answers",
-    "Header",
-    "PackedCommands",
-    "decode_answers",
-    "decode_header",
-    "encode_answers",
-    "encode_header",
-    "fold",
-    "make_reader",
-    "pack_commands",
-]
-
 COMMANDS: Final[tuple[type, ...]] = (
     RunStep,
     Stop,

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 from serinus.core.plan import StepPlan, StepResult
 
-__all__ = ["RankHoldings", "RunStep", "StepDone", "Stop", "describe"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep:

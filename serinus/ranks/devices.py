@@ -7,8 +7,6 @@ import torch
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError
 
-__all__ = ["comm_device", "take_device"]
-
 
 def comm_device(config: ServeConfig, rank: int) -> str:
     """`cpu`, or the accelerator of one rank: as many as ranks on this machine, in their order.

@@ -13,8 +13,6 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CONFIG_CODE", "LOST_CODE", "EngineExit", "ExitRecord", "exit_words"]
-
 CONFIG_CODE = 2
 """Exit code: settings, checkpoint or machine are wrong; to start again would not help."""
 LOST_CODE = 3

@@ -15,8 +15,6 @@ import msgspec
 from serinus.core.config import ServeConfig, settings_in
 from serinus.wire.messages import RankHello
 
-__all__ = ["difference", "hello_of", "shared_settings", "signed"]
-
 _OWN_GROUPS: Final = frozenset({"server"})
 _OWN_SETTINGS: Final = frozenset(
     {

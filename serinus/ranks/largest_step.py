@@ -16,8 +16,6 @@ from serinus.models import Model
 from serinus.pool import DevicePool, PoolSpec, RequestTable
 from serinus.runner import Runner
 
-__all__ = ["largest_step_bytes"]
-
 
 def largest_step_bytes(
     config: ServeConfig, model: Model, kernels: Kernels, shape: PoolSpec, context: int, chunk: int

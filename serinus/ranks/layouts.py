@@ -18,9 +18,6 @@ from serinus.pd.backends import CudaDriver, CudaIpcBackend
 from serinus.pool import DevicePool
 from serinus.wire.messages import LayoutSignature
 
-__all__ = ["HasPools", "data_backends", "layout_of"]
-
-
 _log = get_logger("ranks")
 
 

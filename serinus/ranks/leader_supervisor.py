@@ -23,8 +23,6 @@ from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE, EngineExit, ExitRe
 from serinus.ranks.links import LeaderLinks, Sign, Weight
 from serinus.wire.messages import EngineEnd
 
-__all__ = ["LeaderSupervisor"]
-
 _TICK_S: Final = 0.1
 _ENDS_TICK_S: Final = 0.02
 _WEIGH_S: Final = 0.3

@@ -22,8 +22,6 @@ from serinus.ranks.codec import Answers, Header, decode_answers, encode_header, 
 from serinus.ranks.commands import RankHoldings, RunStep, StepDone, Stop, describe
 from serinus.wire import Frame, Parts, ZmqChannel, wait_any
 
-__all__ = ["FinishedStep", "LeaderLine", "LineReader", "RankLinks"]
-
 _TAIL: Final = 64
 """Commands kept as evidence."""
 

@@ -35,8 +35,6 @@ from serinus.ranks.handshake import difference, signed
 from serinus.wire import Frame, Gone, Parts, ZmqChannel, decode, encode, wait_any
 from serinus.wire.messages import EngineEnd, RankAnswers, RankExit, RankHello, RankWelcome
 
-__all__ = ["WATCHER", "LeaderLinks", "RankFacts", "RankLink", "Sign", "Weight"]
-
 _LEADER: Final = "leader"
 _TICK_S: Final = 0.1
 """How often the second thread looks in, and how long one wait of the first takes where it has to check something."""

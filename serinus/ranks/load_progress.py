@@ -5,8 +5,6 @@ from __future__ import annotations
 from serinus.core.clock import Clock
 from serinus.core.log import get_logger
 
-__all__ = ["LoadProgress"]
-
 _log = get_logger("engine")
 _EVERY_S = 5.0
 """Seconds from line to line."""

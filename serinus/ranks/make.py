@@ -18,8 +18,6 @@ from serinus.ranks.rank_loop import LeaderLink, RankLoop
 from serinus.ranks.steps_ahead import StepsAhead
 from serinus.ranks.tiers import attach_tiers
 
-__all__ = ["make_body", "make_rank_loop"]
-
 
 def make_body(parts: RankParts, clock: Clock, backends: Sequence[AnyBackend]) -> RankBody:
     """A rank that obeys every command. `backends`: how pages travel between engines, of this rank."""

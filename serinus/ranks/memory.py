@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["available_bytes", "resident_bytes", "total_bytes", "trim"]
-
 _GROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", "file"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),

@@ -7,8 +7,6 @@ import torch
 from serinus.core.log import get_logger
 from serinus.ranks.memory import available_bytes, total_bytes
 
-__all__ = ["MemoryAccount"]
-
 _log = get_logger("engine")
 
 

@@ -21,8 +21,6 @@ from serinus.pd import (
 from serinus.ranks.body import RankBody
 from serinus.ranks.layouts import HasPools, layout_of
 
-__all__ = ["STAGING_PIECES", "attach_page_worker"]
-
 STAGING_PIECES = 8
 """Pieces of one rank that may be asked to be staged and not be reported yet: a rank hears of them between two steps and
 should find enough to do then."""

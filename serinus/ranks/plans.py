@@ -22,8 +22,6 @@ from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResu
 from serinus.core.request import TokenLogprobs
 from serinus.core.sampling import SamplingParams
 
-__all__ = ["PlanColumns", "ResultColumns", "pack_plan", "pack_result", "unpack_plan", "unpack_result"]
-
 _SETS_MAX: Final = 4096
 """Sets of sampling parameters that an end remembers at most; then it forgets all."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]

@@ -25,8 +25,6 @@ from serinus.ranks.handshake import hello_of
 from serinus.ranks.links import RankLink
 from serinus.ranks.rank_processes import mesh_of
 
-__all__ = ["main"]
-
 _log = get_logger("engine")
 
 

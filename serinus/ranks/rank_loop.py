@@ -11,8 +11,6 @@ from serinus.ranks.codec import Header, decode_header, encode_answers, make_read
 from serinus.ranks.line import LineReader
 from serinus.wire import Frame, Parts
 
-__all__ = ["LeaderLink", "RankLoop"]
-
 _BUSY_S: Final = 0.001
 _IDLE_S: Final = 0.5
 

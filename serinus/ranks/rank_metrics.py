@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from serinus.core.metrics import Metrics
 from serinus.ranks.line import LeaderLine
 
-__all__ = ["RankMetrics"]
-
 _WINDOW_S = 1.0
 """Rates are taken over at least so much time."""
 

@@ -34,8 +34,6 @@ from serinus.wire.messages import RankWelcome
 if TYPE_CHECKING:
     from serinus.parallel.comm import Comm
 
-__all__ = ["RankProcesses", "mesh_of", "rank_env", "rank_words"]
-
 _VERDICT_S: Final = 3.0
 """The supervisor knows within this time whose end it was that broke a line (not, that a process stands still)."""
 

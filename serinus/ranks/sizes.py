@@ -13,8 +13,6 @@ from serinus.models import ModelSpec
 from serinus.pool import PoolSpec
 from serinus.ranks.memory import available_bytes, total_bytes
 
-__all__ = ["chunk_of", "kv_budget", "part_specs"]
-
 _HOST_FRACTION = 0.2
 """Part of a host's free memory that KV takes where the settings do not say: it has other users."""
 _GRAPH_BYTES = 1 << 30

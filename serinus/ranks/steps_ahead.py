@@ -24,8 +24,6 @@ from serinus.core.errors import OutOfMemory
 from serinus.core.plan import SeqWork, StepPlan, StepResult, TableWrite
 from serinus.runner import Behind, Flight, Runner
 
-__all__ = ["StepsAhead"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Queued:

@@ -23,8 +23,6 @@ from serinus.ranks.handshake import hello_of, shared_settings
 from serinus.ranks.rank_processes import mesh_of
 from serinus.wire.messages import RankWelcome
 
-__all__ = ["ThreadRanks"]
-
 _END_S = 20.0
 
 

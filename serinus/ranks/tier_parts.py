@@ -23,8 +23,6 @@ from serinus.pool import DevicePool, HostPool, Mover, PoolSpec, Workers, host_pa
 from serinus.pool.storage import FileStorage
 from serinus.ranks.memory import available_bytes
 
-__all__ = ["Tiers", "build_tiers", "host_counts", "namespace_of", "pause", "share_name"]
-
 _LAYOUT = "page-first layer kv slot head 1"
 """How a page's bytes are laid out; another layout is another name, and another number."""
 

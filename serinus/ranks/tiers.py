@@ -27,24 +27,6 @@ if TYPE_CHECKING:
     from serinus.ranks.body import RankBody
     from serinus.ranks.tier_parts import Tiers
 
-__all__ = [
-    "TIER_COMMANDS",
-    "CancelPages",
-    "CopyPages",
-    "EndCopies",
-    "PagesRecalled",
-    "QueryPages",
-    "RankMover",
-    "RankStorage",
-    "ReadPages",
-    "RemovePages",
-    "TierPorts",
-    "TierWorker",
-    "WritePages",
-    "attach_tiers",
-    "lead_tiers",
-]
-
 _log = get_logger("engine")
 _WAIT_S = 0.05
 """How long one look for answers may sleep while copies are waited for; an answer ends it."""

@@ -16,8 +16,6 @@ from serinus.core.plan import SeqResult, SeqWork
 from serinus.core.request import TokenLogprobs
 from serinus.runner.sampler import Chosen, Sampled
 
-__all__ = ["Behind", "ChosenRows", "Flight"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenRows:

@@ -23,8 +23,6 @@ from serinus.core.grammar import Grammar
 from serinus.core.plan import SampleSpec
 from serinus.text import GrammarFailed, GrammarState, GrammarVocabulary
 
-__all__ = ["GrammarMasks", "StepMasks"]
-
 
 @dataclass(slots=True, kw_only=True)
 class StepMasks:

@@ -16,8 +16,6 @@ import torch
 
 from serinus.models import ForwardBatch
 
-__all__ = ["StepGraphs", "batch_sizes"]
-
 _SIZES: Final = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 Compute = Callable[[ForwardBatch], torch.Tensor]
 

@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["Inbox"]
-
 _LINE: Final = 16
 """Words from one array to the next at least: kernels see addresses of whole 128 bytes, whatever lies before."""
 

@@ -30,8 +30,6 @@ from serinus.runner.sampler import Chosen, Sampled, Sampler, token_logprobs
 from serinus.runner.step_batch import StepBatch, put_batch
 from serinus.runner.token_oracle import OracleSampler
 
-__all__ = ["Runner"]
-
 _LOGIT_ROWS_MAX = 256
 _REHEARSED_ROWS = (1, 16, 32, 64, 128)
 """Of the output head: what multiplies fewer rows than the next number is made for that."""

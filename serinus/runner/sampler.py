@@ -17,8 +17,6 @@ from serinus.core.request import TokenLogprobs
 from serinus.kernels import Kernels, RowSampling
 from serinus.runner.grammar_masks import StepMasks
 
-__all__ = ["Chosen", "Sampled", "Sampler", "token_logprobs"]
-
 _COLDEST = 1e-20
 """Temperatures below this are this: its inverse, times a difference of scores, stays within fp32."""
 

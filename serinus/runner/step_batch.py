@@ -18,8 +18,6 @@ from serinus.core.plan import SeqWork
 from serinus.kernels import AttentionBatch
 from serinus.models import ForwardBatch, HostBatch, Put
 
-__all__ = ["StepBatch", "put_batch"]
-
 Words = NDArray[np.int64]
 
 

@@ -12,8 +12,6 @@ from serinus.core.rng import MASK64, splitmix64
 from serinus.runner.grammar_masks import StepMasks
 from serinus.runner.sampler import Chosen
 
-__all__ = ["OracleSampler", "oracle_token"]
-
 
 class OracleSampler:
     """Chooses tokens like Sampler; without log-probabilities."""

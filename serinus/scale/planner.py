@@ -18,8 +18,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["Bounds", "Decision", "Memory", "RoleSeen", "ScalePace", "Seen", "plan"]
-
 _BIG_REQUEST = 1 / 8
 """The part of an engine that a waiting prompt is taken to need, and a waiting request where none runs to measure by."""
 _IDLE = 0.05

@@ -12,8 +12,6 @@ from serinus.sched.page_row import PageRow
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.settings import SchedSettings
 
-__all__ = ["Admission"]
-
 _COMING = (Phase.PREFILL, Phase.TRANSFER)
 """Phases of requests that publish what they lack."""
 

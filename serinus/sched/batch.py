@@ -14,8 +14,6 @@ from serinus.core.plan import SeqWork
 from serinus.sched.page_allocator import PageAllocator
 from serinus.sched.request_state import Phase, ReqState
 
-__all__ = ["Batch", "Growth"]
-
 _NONE_BARRED = 1 << 200
 _turn = attrgetter("turn")
 _seq = attrgetter("seq")

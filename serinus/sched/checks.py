@@ -19,8 +19,6 @@ from serinus.sched.queues import ReqQueue
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.settings import SchedSettings
 
-__all__ = ["check_result", "check_scheduler"]
-
 
 def _require(holds: bool, message: str) -> None:
     if not holds:

@@ -13,17 +13,6 @@ from serinus.core.request import FinishReason, Request
 from serinus.sched.request_state import ReqState
 from serinus.sched.settings import SchedSettings
 
-__all__ = [
-    "ExitReason",
-    "check_handoff",
-    "check_request",
-    "deadline_of",
-    "ending_of",
-    "is_last",
-    "stop_ids_of",
-    "token_limit",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitReason:

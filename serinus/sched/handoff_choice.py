@@ -12,8 +12,6 @@ from typing import Final
 
 from serinus.sched.step_pace import PaceLine
 
-__all__ = ["HandoffChoice", "Paces", "PrefillPace"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPace:

@@ -16,8 +16,6 @@ from serinus.sched.request_queues import RequestQueues
 from serinus.sched.request_state import Healing, Phase
 from serinus.sched.settings import SchedSettings
 
-__all__ = ["Heals"]
-
 
 class Heals:
     """The heals of one scheduler's requests."""

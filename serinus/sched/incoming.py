@@ -16,8 +16,6 @@ from serinus.sched.settings import SchedSettings
 from serinus.sched.shares import FairShares
 from serinus.sched.stats import Totals
 
-__all__ = ["Incoming"]
-
 _QUARANTINE = "quarantine"
 """Name of the holds on pages that a peer may still write."""
 _LOOK_REQUESTS = 32

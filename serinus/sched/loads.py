@@ -11,8 +11,6 @@ from serinus.sched.incoming import Incoming
 from serinus.sched.page_allocator import PageAllocator
 from serinus.sched.request_state import Phase, ReqState
 
-__all__ = ["begin_again"]
-
 
 def begin_again(
     leases: Sequence[Lease], states: Iterable[ReqState], batch: Batch, incoming: Incoming, allocator: PageAllocator

@@ -18,8 +18,6 @@ from serinus.sched.page_allocator import PageAllocator
 from serinus.sched.request_state import ReqState
 from serinus.sched.settings import SchedSettings
 
-__all__ = ["Lookahead"]
-
 
 class Lookahead:
     """Makes work ahead, and finds what of it holds one step later."""

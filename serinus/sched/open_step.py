@@ -8,8 +8,6 @@ from serinus.core.plan import StepPlan
 from serinus.sched.request_state import ReqState
 from serinus.sched.stats import Outcome
 
-__all__ = ["OpenStep"]
-
 
 @dataclass(slots=True, kw_only=True)
 class OpenStep:

@@ -14,8 +14,6 @@ from serinus.core.plan import SeqResult
 from serinus.sched.page_allocator import PageAllocator
 from serinus.sched.request_state import Phase, ReqState
 
-__all__ = ["Outgoing"]
-
 _TRANSFER = "transfer"
 """Name of the holds on pages that a transfer reads."""
 

@@ -16,8 +16,6 @@ from serinus.sched.page_row import PageRow
 from serinus.sched.request_state import ReqState
 from serinus.sched.settings import SchedSettings
 
-__all__ = ["PageAllocator"]
-
 _NOTHING = Probe(device=0, total=0)
 
 

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 
 from serinus.core.parts import PageSpan, Part
 
-__all__ = ["PageRow"]
-
 _GROWTH_TOKENS = 256
 
 

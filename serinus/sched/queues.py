@@ -20,8 +20,6 @@ from serinus.sched.request_state import ReqState
 from serinus.sched.settings import SchedSettings
 from serinus.sched.shares import FairShares
 
-__all__ = ["ReqQueue", "admission_order", "place_of"]
-
 _seq = attrgetter("seq")
 _ARRIVALS_MAX = 1 << 48
 _PRIORITY_MIN = -(1 << 31)

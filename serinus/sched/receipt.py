@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from serinus.core.parts import Part
 from serinus.core.request import KvIntegrity
 
-__all__ = ["Checked", "receipt", "slots_due"]
-
 
 def slots_due(starts_N: NDArray[np.int64], page_size: int, stride: int, window: int | None) -> int:
     """Slots of one part that a canary verifies in decode steps with these starts: what canary.coverage has as due, and

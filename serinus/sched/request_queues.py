@@ -20,8 +20,6 @@ from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.settings import SchedSettings
 from serinus.sched.shares import FairShares
 
-__all__ = ["RequestQueues"]
-
 _QUEUES_MAX = 8
 """Requests of all priorities that may wait, as a multiple of those that may wait of one."""
 

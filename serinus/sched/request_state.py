@@ -34,8 +34,6 @@ from serinus.sched.page_row import PageRow
 from serinus.sched.receipt import Checked, receipt
 from serinus.sched.token_chain import TokenChain
 
-__all__ = ["NEXT_PHASES", "Healing", "Phase", "ReqState"]
-
 _GROWTH = 256
 """Tokens by which a buffer grows at least."""
 

@@ -44,8 +44,6 @@ from serinus.sched.step_commit import StepCommit
 from serinus.sched.step_pace import StepPace
 from serinus.sched.step_planner import StepPlanner
 
-__all__ = ["Scheduler"]
-
 
 class Scheduler:
     """All requests of one engine, from `add` to the delta (or chunk) that ends them."""

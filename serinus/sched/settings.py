@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 
-__all__ = ["POLICIES", "SchedSettings"]
-
 POLICIES = ("fcfs", "lpm", "priority")
 """First come, first served; longest cached prefix first; smallest priority first, and of one priority the oldest."""
 

@@ -13,8 +13,6 @@ from collections import Counter
 
 from serinus.core.request import Share
 
-__all__ = ["FairShares"]
-
 _KEPT_MIN = 256
 """Below it, shares without a request in line are not worth a sweep."""
 

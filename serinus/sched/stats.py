@@ -10,8 +10,6 @@ from serinus.core.handoff import ChunkReady
 from serinus.core.parts import Part
 from serinus.core.request import TokenDelta
 
-__all__ = ["Outcome", "SchedStats", "Totals", "beyond", "sched_stats"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:

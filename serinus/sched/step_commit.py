@@ -20,8 +20,6 @@ from serinus.sched.request_queues import RequestQueues
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.stats import Outcome, Totals
 
-__all__ = ["StepCommit"]
-
 
 class StepCommit:
     """Applies the results of steps to their requests, the oldest step first."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["PaceLine", "StepPace"]
-
 _TOKENS_FIRST = 128
 """Of a step before anything was measured..."""
 _TOKENS_MIN = 32

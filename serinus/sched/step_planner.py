@@ -24,8 +24,6 @@ from serinus.sched.settings import SchedSettings
 from serinus.sched.stats import Outcome, Totals, beyond
 from serinus.sched.step_pace import StepPace
 
-__all__ = ["StepPlanner"]
-
 _ENDLESS = 1 << 62
 _LOOK_REQUESTS = 16
 """Of those that wait, so many are looked at for one that is shorter than what runs."""

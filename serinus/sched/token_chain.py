@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from serinus.core.stamps import CHAIN_ANCHOR, ChainHashes, chain_next
 
-__all__ = ["TokenChain"]
-
 
 class TokenChain:
     """Of one request. Its tokens are handed in, as their buffer grows elsewhere."""

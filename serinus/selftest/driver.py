@@ -15,8 +15,6 @@ from serinus.engine.messages import FrontMessage
 from serinus.ranks.tier_parts import pause
 from serinus.wire.messages import Abort, Generate
 
-__all__ = ["EngineDriver"]
-
 _FRONT = "test"
 _WAIT_S = 0.05
 

@@ -42,8 +42,6 @@ from serinus.ranks.tier_parts import pause
 from serinus.selftest.pair import EnginePair
 from serinus.wire.fault_order import SECONDS_MAX, FaultOrder
 
-__all__ = ["CANARY_SHAPES", "SIDES", "CanaryPDFixture", "Planted", "make_canary_toy"]
-
 CANARY_SHAPES: dict[str, dict[str, Any]] = {
     "full": {},
     "swa": {"window": 9},

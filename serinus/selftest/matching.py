@@ -10,8 +10,6 @@ from serinus.canary.perturb import MODES, Injection
 from serinus.kernels import Reason
 from serinus.selftest.fixture import Planted
 
-__all__ = ["Report", "matched", "must_say"]
-
 _FIELDS = {
     "token": Reason.VERIFY_TOKEN,
     "position": Reason.VERIFY_POSITION,

@@ -24,8 +24,6 @@ from serinus.kernels import Reason, StampLane
 from serinus.pool import DevicePool
 from serinus.selftest.matrix import Subject, plan_matrix, run_cell
 
-__all__ = ["WEAKNESSES", "Grade", "Weakness", "grade"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weakness:

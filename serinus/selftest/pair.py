@@ -24,8 +24,6 @@ from serinus.pd import Backend, HandoffPort, LocalBackend
 from serinus.selftest.driver import EngineDriver
 from serinus.wire import LocalHub, Mailbox
 
-__all__ = ["EnginePair"]
-
 _ADDRESS = "local://prefill"
 
 

@@ -11,8 +11,6 @@ from serinus.canary import CanaryRank
 from serinus.core.parts import Part
 from serinus.selftest.fixture import SIDES, CanaryPDFixture
 
-__all__ = ["CLEAN", "OVERFLOW", "SCENES", "TIERED", "Scene", "pages_to_sweep", "scene_settings"]
-
 CLEAN: Final = "none"
 """The mode of a cell in which nothing is planted."""
 OVERFLOW: Final = "overflow"

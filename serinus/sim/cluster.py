@@ -28,8 +28,6 @@ from serinus.sim.ports import SWEEP_S, Shared
 from serinus.sim.timeline import Timeline
 from serinus.sim.toy import expected_answer
 
-__all__ = ["Cluster", "Finding", "Run", "SimClient", "run"]
-
 _CALM_S_MAX = 90.0
 """After the last fault everything must have come to its end within this (I10)."""
 _REST_S = 1.0

@@ -13,8 +13,6 @@ import torch
 
 from serinus.parallel import Mesh
 
-__all__ = ["RankTensors", "SimComm"]
-
 
 class RankTensors:
     """What is on its way between the ranks of one engine."""

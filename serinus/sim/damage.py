@@ -20,8 +20,6 @@ from serinus.models import ForwardBatch
 from serinus.pool import DevicePool, HostPool
 from serinus.sim.options import Options
 
-__all__ = ["Damage"]
-
 _OLD_MAX = 64
 """Pages of earlier steps that may come again."""
 

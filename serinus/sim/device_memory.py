@@ -21,8 +21,6 @@ from serinus.sim.one_sided import Card, Fabric, Transfer
 if TYPE_CHECKING:
     from serinus.sim.engine import SimEngine
 
-__all__ = ["SimIpc"]
-
 _SPACE = 1 << 46
 """Addresses of one process lie below it; what was opened n-th lies at n * _SPACE and its address in its owner."""
 

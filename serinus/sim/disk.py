@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from serinus.core.rng import Rng
 from serinus.pool.storage import SECRET_BYTES, FileEntry
 
-__all__ = ["Folders", "SimDisk"]
-
 _RECENT_S = 0.5
 """What was written later than this before a crash is not on the medium yet."""
 

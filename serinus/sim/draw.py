@@ -19,8 +19,6 @@ from serinus.sim.options import (
     Work,
 )
 
-__all__ = ["draw"]
-
 _CANARIES = 0.08
 """Worlds with a canary; they take longer."""
 _ONE_TIER = 0.4

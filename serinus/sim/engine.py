@@ -55,8 +55,6 @@ from serinus.sim.watched import FlakyCache, PageWatch, WatchedLine, WatchedSched
 from serinus.sim.workers import SimWorkers
 from serinus.wire.messages import Abort
 
-__all__ = ["CountingMetrics", "SimEngine", "lanes_of"]
-
 _IDLE_S = 0.5
 """An idle engine looks around this often."""
 _FRONT = "clients"

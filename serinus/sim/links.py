@@ -17,8 +17,6 @@ from serinus.sim.comm import RankTensors
 from serinus.sim.process import SimProcess
 from serinus.wire import Buffer, Parts, ZmqChannel
 
-__all__ = ["STEP_S", "SimLink", "SimLinks"]
-
 STEP_S = 0.004
 """What a step takes on a rank."""
 _WAITS_MAX = 200

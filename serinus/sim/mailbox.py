@@ -12,8 +12,6 @@ from serinus.wire.messages import AbortGrant, Data, DataOk, Fail, Grant, Keepali
 if TYPE_CHECKING:
     from serinus.sim.engine import SimEngine
 
-__all__ = ["SimMailbox"]
-
 _RESEND_S = 0.3
 _MAY_OVERTAKE = (Prepare, Grant, Fail, AbortGrant)
 

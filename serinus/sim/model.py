@@ -28,8 +28,6 @@ from serinus.pool import DevicePool
 from serinus.sim.damage import Damage
 from serinus.sim.toy import ROOT, Lanes, expected_kv, is_linked, link, next_token
 
-__all__ = ["HEAD_SIZE", "PartKv", "SimModel", "sim_spec"]
-
 HEAD_SIZE = 2
 """Elements of a head: one word of the toy is two float32."""
 

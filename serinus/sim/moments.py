@@ -7,8 +7,6 @@ from typing import Protocol
 
 from serinus.sim.timeline import Timeline
 
-__all__ = ["Moment", "Note", "noting", "silent"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:

@@ -15,8 +15,6 @@ from serinus.sim.options import Options
 from serinus.sim.timeline import Timeline
 from serinus.wire import Arrived, Buffer, ChannelEvent, Gone
 
-__all__ = ["Network", "SimChannel"]
-
 _LOST_MAX = 2
 _SEQ = slice(28, 36)
 """Where the sequence number lies in a frame (wire/codec.py)."""

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from serinus.sim.options import Options
     from serinus.sim.ports import CheckedStore
 
-__all__ = ["ONE_SIDED", "Fabric", "SimAgent", "SimTransferEngine", "SimWriter", "one_sided"]
-
 ONE_SIDED = {"push": MooncakeBackend, "pull": NixlBackend, "ipc": CudaIpcBackend}
 """By the way pages travel in a scenario."""
 _MOVE_S = 0.001

@@ -12,20 +12,6 @@ from typing import Any, Final
 
 from serinus.core.errors import ConfigError
 
-__all__ = [
-    "DAMAGES",
-    "Cancel",
-    "Crash",
-    "EngineShape",
-    "Fault",
-    "Options",
-    "Partition",
-    "Pause",
-    "Scenario",
-    "Shape",
-    "Work",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:

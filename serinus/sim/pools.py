@@ -19,8 +19,6 @@ from serinus.core.rng import Rng
 from serinus.kernels import Kernels
 from serinus.pool import DevicePool, PoolRegion, PoolSpec
 
-__all__ = ["PoolFaults", "SimPool"]
-
 _USED = 0xDD
 """What memory holds before its first use: of zeros a digest, which is linear, would not notice that they were left."""
 _BROKEN = 0xBB

@@ -53,8 +53,6 @@ from serinus.wire import Gone, PeerMessage
 if TYPE_CHECKING:
     from serinus.sim.engine import SimEngine
 
-__all__ = ["ROWS", "SWEEP_S", "CheckedStore", "Shared", "Staging", "WatchedPort", "config_of"]
-
 ROWS = 5
 """Of req_to_token, the padding row included."""
 _STAGING_BYTES = 1 << 12

@@ -11,8 +11,6 @@ from typing import Any
 
 from serinus.sim.timeline import Timeline
 
-__all__ = ["SimProcess"]
-
 
 class SimProcess:
     """Time of one run of an engine."""

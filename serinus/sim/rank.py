@@ -27,8 +27,6 @@ from serinus.sim.pools import SimPool
 if TYPE_CHECKING:
     from serinus.sim.engine import SimEngine
 
-__all__ = ["SimRank", "build_sim_rank"]
-
 _FILES_MAX = 64
 """Pages that a rank keeps in files."""
 _COPY_S = 0.001

@@ -8,8 +8,6 @@ import numpy as np
 
 from serinus.pd.backends.shm import Opened, Segments
 
-__all__ = ["SharedMemory", "SimSegments"]
-
 
 class SharedMemory:
     """All processes of a cluster, which share one machine."""

@@ -12,8 +12,6 @@ from dataclasses import replace
 from serinus.sim.cluster import run
 from serinus.sim.options import Cancel, Scenario
 
-__all__ = ["shrink"]
-
 
 def shrink(
     scenario: Scenario, *, runs_max: int = 400,

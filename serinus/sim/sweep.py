@@ -9,8 +9,6 @@ from itertools import combinations, product
 from serinus.sim.cluster import run
 from serinus.sim.options import Cancel, Crash, Fault, Options, Scenario
 
-__all__ = ["at_every_step", "calm_scenario", "pairs_of_faults"]
-
 
 def calm_scenario(scenario: Scenario, works: int) -> Scenario:
     """The first few requests of a scenario in a perfect world."""

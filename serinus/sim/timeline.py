@@ -6,8 +6,6 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
 
-__all__ = ["Timeline"]
-
 
 class Timeline:
     """A clock (core.Clock) and the events to come; equal times keep the order in which they were asked for."""

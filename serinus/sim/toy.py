@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from serinus.core.rng import splitmix64
 
-__all__ = ["ROOT", "Lanes", "Oracle", "expected_answer", "expected_kv", "next_token"]
-
 ROOT = 0x5EED
 """The chain before the first token."""
 

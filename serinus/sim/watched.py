@@ -32,8 +32,6 @@ from serinus.sched.request_state import Phase, ReqState
 _ORDER_S = 0.002
 """Requests that were due closer together than this may be served in any order: the product counts milliseconds."""
 
-__all__ = ["FlakyCache", "PageWatch", "WatchedLine", "WatchedScheduler"]
-
 
 class FlakyCache(PrefixCache):
     """A cache that sometimes has no room, though it has."""

@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from serinus.core.errors import InvariantError
 from serinus.pool import Task
 
-__all__ = ["SimWorkers"]
-
 
 class SimWorkers:
     """Runs the tasks of one mover or storage of one rank, one after the other."""

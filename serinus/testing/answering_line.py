@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-__all__ = ["AnsweringLine"]
-
 
 class _Rank(Protocol):
     """What obeys: a page worker, a tier worker, or what a test puts in their place."""

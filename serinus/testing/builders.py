@@ -11,8 +11,6 @@ import numpy as np
 from serinus.core.request import FinishReason, Request, Share, TokenDelta, TokenLogprobs
 from serinus.core.sampling import SamplingParams
 
-__all__ = ["Answer", "make_request"]
-
 
 def make_request(
     rid: str,

@@ -27,8 +27,6 @@ from serinus.models import ForwardHook, Model, compose_hooks
 from serinus.pool import DevicePool, PoolSpec, RequestTable
 from serinus.runner import GrammarMasks, Runner
 
-__all__ = ["DirectEngine", "DirectSeq"]
-
 
 @dataclass(slots=True, kw_only=True)
 class DirectSeq:

@@ -31,8 +31,6 @@ from serinus.wire.messages import (
 )
 from serinus.wire.watched import PoolCells, WatchFrame
 
-__all__ = ["FakeEngine", "fake_continue", "fake_token"]
-
 
 def fake_token(prompt: Sequence[int], seed: int, position: int, vocab_size: int) -> int:
     """The token at `position` (0 = the first of the answer) of the answer to `prompt`."""

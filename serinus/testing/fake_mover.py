@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from serinus.core.moves import Move, MoveDone, MoveKind, PageOrigin, StorageDone
 from serinus.core.parts import Part
 
-__all__ = ["POISON", "FakeMover", "FakeStorage", "PageUse", "StorageKind", "StoredPages"]
-
 Content = NDArray[np.uint64]
 """One number per token slot; pools are [page, offset]."""
 

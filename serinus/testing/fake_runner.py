@@ -22,8 +22,6 @@ from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResu
 from serinus.core.request import Request, TokenLogprobs
 from serinus.core.rng import MASK64, splitmix64
 
-__all__ = ["FakeRunner", "copy_pages", "fake_continue", "fake_prompt_logprobs"]
-
 _ROOT = 0x5EED
 
 

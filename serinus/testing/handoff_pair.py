@@ -15,8 +15,6 @@ from serinus.sched import Outcome
 from serinus.testing.fake_runner import copy_pages, fake_continue, fake_prompt_logprobs
 from serinus.testing.tiny_engine import TinyEngine
 
-__all__ = ["Handoff", "HandoffPair"]
-
 
 @dataclass(slots=True)
 class Handoff:

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from serinus.core.parts import Part
 from serinus.models import ModelSpec
 
-__all__ = ["ToyOracle", "toy_continue"]
-
 _U = np.uint64
 _A, _B, _C = _U(0x2545F4914F6CDD1D), _U(0x632BE59BD9B4E019), _U(0xD6E8FEB86659FD93)
 _ITEM_BYTES = {"bfloat16": 2, "float32": 4}

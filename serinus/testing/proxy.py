@@ -19,8 +19,6 @@ from types import TracebackType
 from serinus.core.addresses import split_host_port
 from serinus.core.rng import Rng
 
-__all__ = ["CALM", "FaultyProxy", "Weather"]
-
 _CHUNK_BYTES = 64 << 10
 
 

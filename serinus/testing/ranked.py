@@ -26,8 +26,6 @@ from serinus.pool import DevicePool, PoolSpec, RequestTable
 from serinus.runner import Runner
 from serinus.testing.direct import DirectEngine
 
-__all__ = ["RankedRunner", "RunnerRank", "ranked_engine"]
-
 _T = TypeVar("_T")
 
 

@@ -19,8 +19,6 @@ from serinus.front.keys import Keys
 from serinus.front.metrics import HttpMetrics
 from serinus.testing.fake_engine import FakeEngine
 
-__all__ = ["RunningFront", "running_front", "serving"]
-
 
 class RunningFront:
     """A front being served by a thread, its engine, and a client for it."""

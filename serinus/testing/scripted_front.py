@@ -12,8 +12,6 @@ from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import RunningFront, running_front
 from serinus.text import Tokenizer, load_tokenizer
 
-__all__ = ["TOOL_TEMPLATE", "Script", "scripted_front"]
-
 TOOL_TEMPLATE = (
     "{% for t in tools or [] %}<|tool|>{{ t | tojson }}{% endfor %}"
     "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %}{{ m.content }}"

@@ -17,8 +17,6 @@ from types import TracebackType
 from serinus.core.addresses import http_url
 from serinus.core.free_ports import free_ports
 
-__all__ = ["READY", "Server"]
-
 READY = r"^\[.*ready to roll"
 """What every serving command prints when it can answer (lines of the children of `serinus up` begin with a name)."""
 

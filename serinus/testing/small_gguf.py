@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["GgufWeights", "write_gguf"]
-
 GgufWeights = dict[str, NDArray[np.float32]]
 """Weights by transformers' names, in fp32."""
 _PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}

@@ -9,8 +9,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from serinus.text import byte_of_char
 
-__all__ = ["CHAT_TEMPLATE", "make_byte_tokenizer", "make_piece_tokenizer"]
-
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -25,8 +25,6 @@ from serinus.testing.builders import Answer, make_request
 from serinus.testing.fake_mover import FakeMover, FakeStorage, StoredPages
 from serinus.testing.fake_runner import FakeRunner
 
-__all__ = ["TinyEngine"]
-
 
 class _MoverInLine(FakeMover):
     """Copies stand in one line with the plans: those before them run first."""

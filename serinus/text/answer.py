@@ -12,19 +12,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-__all__ = [
-    "AnswerDelta",
-    "AnswerParser",
-    "DeltaKind",
-    "PlainAnswer",
-    "ToolCall",
-    "WholeAnswer",
-    "answer_of",
-    "first_of",
-    "held_back",
-    "parsed",
-]
-
 
 class DeltaKind(Enum):
     """What a delta adds to."""

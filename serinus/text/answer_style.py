@@ -22,8 +22,6 @@ from serinus.text.tool_formats import (
 )
 from serinus.text.tool_parser import ToolParser
 
-__all__ = ["AnswerStyle", "answer_style", "reasoning_parser_names", "tool_parser_names"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerStyle:

@@ -17,8 +17,6 @@ from serinus.core.errors import BadRequest, ConfigError
 if TYPE_CHECKING:
     import jinja2
 
-__all__ = ["ChatTemplate"]
-
 _CONTINUE_MARK = "\ue000serinus continues here\ue000"
 
 

@@ -11,8 +11,6 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["ByteDetokenizer", "Detokenizer", "Vocabulary", "WindowDetokenizer", "byte_of_char"]
-
 _REPLACEMENT = "\ufffd"
 _WAIT_MAX = 24
 """Tokens after which text that still ends in an incomplete character is printed as it is: no character is that long."""

@@ -10,8 +10,6 @@ from typing import Any
 from serinus.core.errors import ConfigError
 from serinus.text.tokenizer import read_json, tokenizer_folder
 
-__all__ = ["EmbeddingUse", "load_embedding_use"]
-
 _LAST = "lasttoken"
 
 

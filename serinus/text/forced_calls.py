@@ -8,8 +8,6 @@ from typing import Any
 
 from serinus.text.tool_formats import CallForm
 
-__all__ = ["forced_tag", "reads_pairs"]
-
 _ALONE = ("$ref", "anyOf", "oneOf", "allOf", "patternProperties")
 """Keywords by which the arguments of a function are more than its properties."""
 

@@ -14,8 +14,6 @@ from serinus.core.errors import BadSampling, ConfigError
 from serinus.core.sampling import SamplingParams
 from serinus.text.tokenizer import read_json, special_texts, tokenizer_folder
 
-__all__ = ["GenerationConfig", "load_generation_config", "tokenizer_eos_ids"]
-
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 """The fields that vLLM and SGLang take over; others say how transformers searches."""
 _NONE = ("none", "vllm")

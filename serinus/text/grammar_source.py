@@ -10,8 +10,6 @@ from typing import Any
 from serinus.core.errors import BadRequest
 from serinus.core.grammar import Grammar
 
-__all__ = ["library_source", "tag_rules"]
-
 _SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Whitespace between tokens of JSON: more is of no use, and a model could write it for ever."""
 _OPTIONS: Any = {"whitespace_pattern": _SPACE}

@@ -20,8 +20,6 @@ from serinus.text.grammar_source import library_source
 from serinus.text.schema_words import where_in
 from serinus.text.tokenizer import Tokenizer
 
-__all__ = ["GrammarCompiler", "GrammarFailed", "GrammarState", "GrammarVocabulary"]
-
 _COMPILED_MAX = 64
 """Grammars that are kept compiled; the one that was wanted least lately goes."""
 _REASON_CHARS = 300

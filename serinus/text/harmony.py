@@ -13,8 +13,6 @@ import re
 from serinus.text.answer import AnswerDelta, DeltaKind, first_of, held_back
 from serinus.text.tool_bodies import Tools
 
-__all__ = ["HARMONY_HINT", "HARMONY_MARKS", "HarmonyParser"]
-
 HARMONY_HINT = "<|channel|>"
 """A chat template with this text asks for it."""
 _MESSAGE = "<|message|>"

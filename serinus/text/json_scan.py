@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["JsonScan"]
-
 _IN_STRING = re.compile(r'["\\]')
 _IN_CONTAINER = re.compile(r'["{}\[\]]')
 _AFTER_SCALAR = re.compile(r"[\s,}\]]")

@@ -10,8 +10,6 @@ from typing import Any
 
 from serinus.core.errors import BadRequest
 
-__all__ = ["checked_messages"]
-
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _NULL_CONTENT = re.compile(r"content['\"\]]*\s+is\s+none")
 """Templates (DeepSeek's) that show calls only where there is no content."""

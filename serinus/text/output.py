@@ -14,8 +14,6 @@ from serinus.text.detokenizer import Detokenizer
 from serinus.text.stops import StopTexts
 from serinus.text.tokenizer import Tokenizer
 
-__all__ = ["OutputProcessor", "TextPiece"]
-
 
 @dataclass(slots=True, kw_only=True)
 class TextPiece:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from serinus.text.answer import AnswerDelta, AnswerParser, DeltaKind, held_back
 
-__all__ = ["REASONING_FORMATS", "ReasoningFormat", "ThinkParser", "reasoning_format_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:

@@ -7,8 +7,6 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["where_in"]
-
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*?)\]")
 _QUOTED = re.compile(r'"([^"]+)"')
 _REFERENCES = ("$ref", "$dynamicRef", "$schema")

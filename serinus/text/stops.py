@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["StopTexts"]
-
 
 class _Stop:
     """How much of one stop text the end of the stream is (Knuth, Morris and Pratt, 1977).

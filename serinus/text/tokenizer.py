@@ -17,8 +17,6 @@ from serinus.core.gguf_file import GGUF_LINK, GgufFile, gguf_folder, is_gguf, wr
 from serinus.text.chat_template import ChatTemplate
 from serinus.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_of_char
 
-__all__ = ["Tokenizer", "load_tokenizer", "read_json", "special_texts", "tokenizer_folder"]
-
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CONTEXT_TOKENS = 6
 """Prompt tokens a window detokenizer looks back to."""

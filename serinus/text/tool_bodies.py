@@ -17,8 +17,6 @@ from typing import Any
 from serinus.text.answer import first_of, held_back, parsed
 from serinus.text.json_scan import JsonScan
 
-__all__ = ["BodyState", "CallBody", "EitherBody", "HeaderBody", "ObjectBody", "PairForm", "PairsBody", "Tools"]
-
 Tools = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters of the functions that may be called, by name."""
 

@@ -9,16 +9,6 @@ from functools import partial
 
 from serinus.text.tool_bodies import CallBody, EitherBody, HeaderBody, ObjectBody, PairForm, PairsBody, Tools
 
-__all__ = [
-    "FORCED_CALLS",
-    "HARMONY_NAMES",
-    "HARMONY_WRITES",
-    "TOOL_FORMATS",
-    "CallForm",
-    "ToolFormat",
-    "tool_format_of",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:

@@ -8,8 +8,6 @@ from serinus.text.answer import AnswerDelta, DeltaKind, first_of, held_back
 from serinus.text.tool_bodies import BodyState, CallBody, Tools
 from serinus.text.tool_formats import ToolFormat
 
-__all__ = ["ToolParser"]
-
 
 class _Phase(Enum):
     OUTSIDE = "outside"

@@ -16,8 +16,6 @@ from msgspec.msgpack import Ext
 
 from serinus.core.errors import FrameError
 
-__all__ = ["Payload", "from_extension", "to_extension"]
-
 _DTYPES: Final = tuple(np.dtype(name) for name in ("?", "u1", "<i4", "<i8", "<u4", "<u8", "<f4", "<f8"))
 _NUMBERS: Final = {dtype.str: number for number, dtype in enumerate(_DTYPES)}
 _TABLE: Final = 32

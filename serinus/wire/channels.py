@@ -14,8 +14,6 @@ from typing import Protocol
 from serinus.core.errors import ConfigError
 from serinus.wire.codec import Parts
 
-__all__ = ["Arrived", "Channel", "ChannelEvent", "Gone", "LocalChannel", "LocalHub"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:

@@ -24,8 +24,6 @@ from serinus.core.errors import FrameError, SerinusError
 from serinus.wire.arrays import from_extension, to_extension
 from serinus.wire.messages import Message
 
-__all__ = ["BODY_BYTES_MAX", "HEAD_BYTES", "PAYLOAD_BYTES_MAX", "Buffer", "Frame", "Parts", "decode", "encode"]
-
 Buffer = bytes | bytearray | memoryview
 """Anything that lies in memory byte by byte."""
 Parts = Sequence[Buffer]

@@ -8,8 +8,6 @@ import msgspec
 
 from serinus.core.errors import BadRequest
 
-__all__ = ["SECONDS_MAX", "FaultOrder"]
-
 COUNT_MAX: Final = 10_000
 SECONDS_MAX: Final = 3600.0
 

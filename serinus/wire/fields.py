@@ -8,8 +8,6 @@ import msgspec
 
 from serinus.core.bounds import Count, Name
 
-__all__ = ["Blobs", "Mac", "MessageBase", "Names", "Pages", "PartBase"]
-
 Pages = Annotated[list[Count], msgspec.Meta(max_length=1 << 20)]
 Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=64)]
 Mac = Annotated[bytes, msgspec.Meta(max_length=64)]

@@ -11,30 +11,6 @@ from serinus.core.parts import PageSpan
 from serinus.core.request import Request, TokenLogprobs
 from serinus.wire.fields import Blobs, Mac, MessageBase, Names, Pages, PartBase
 
-__all__ = [
-    "AbortAck",
-    "AbortGrant",
-    "Confirm",
-    "ConfirmOk",
-    "Data",
-    "DataOk",
-    "Done",
-    "DoneOk",
-    "Drained",
-    "Expired",
-    "Fail",
-    "Grant",
-    "Hello",
-    "HelloAgain",
-    "HelloNo",
-    "HelloOk",
-    "Keepalive",
-    "KvFound",
-    "LayoutSignature",
-    "Prepare",
-    "SourceLease",
-]
-
 
 class LayoutSignature(PartBase, frozen=True, kw_only=True):
     """What shapes KV bytes. What must be equal between two engines and what may differ: pd/layout.py."""

@@ -19,8 +19,6 @@ from serinus.wire.channels import Arrived, ChannelEvent, Gone
 from serinus.wire.codec import Parts
 from serinus.wire.zmq_frames import MONITORED, PROBE, configure, is_probe, receive, send
 
-__all__ = ["PROBE_EVERY_S", "IpcListener"]
-
 PROBE_EVERY_S: Final = 0.005
 _PROBE_S: Final = 1.0
 _CLOSED_MAX: Final = 1024

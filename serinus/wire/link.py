@@ -14,8 +14,6 @@ from typing import Generic, TypeVar
 
 from serinus.core.errors import CapacityError
 
-__all__ = ["LinkFrame", "ReliableLink"]
-
 S = TypeVar("S")
 R = TypeVar("R")
 

@@ -19,8 +19,6 @@ from serinus.wire.codec import Buffer, Frame, Parts, decode, encode
 from serinus.wire.link import LinkFrame, ReliableLink
 from serinus.wire.messages import Ack, Message
 
-__all__ = ["BAD_FRAMES_MAX", "Mailbox", "PeerMessage"]
-
 BAD_FRAMES_MAX: Final = 8
 """A peer that sends this many is cut off."""
 _AHEAD_BYTES_CHOSEN: Final = 64 << 20

@@ -15,8 +15,6 @@ import msgspec
 from serinus.core.errors import FrameError, SerinusError
 from serinus.wire.arrays import Payload, from_extension
 
-__all__ = ["Forms", "Item", "ObjectReader", "ObjectWriter", "PackedForm"]
-
 Item = tuple[str, msgspec.Raw]
 """An object: its type's name, its fields."""
 

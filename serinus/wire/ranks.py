@@ -14,8 +14,6 @@ import msgspec
 from serinus.core.bounds import Count, Name, Text
 from serinus.wire.fields import Mac, MessageBase
 
-__all__ = ["EngineEnd", "RankAnswers", "RankExit", "RankHeader", "RankHello", "RankWelcome"]
-
 Digest = Annotated[int, msgspec.Meta(ge=0)]
 Item = tuple[Name, msgspec.Raw]
 """A command or an answer: its type's name, its fields."""

@@ -26,15 +26,6 @@ from serinus.wire.channels import Arrived, ChannelEvent, Gone
 from serinus.wire.codec import Parts
 from serinus.wire.zmtp import PING, ZmtpReader, part_head
 
-__all__ = [
-    "LEAVE_S_MAX",
-    "STRANGERS_MAX",
-    "STRANGER_BYTES_MAX",
-    "STRANGER_MESSAGES_MAX",
-    "STRANGER_S_MAX",
-    "TcpListener",
-]
-
 STRANGERS_MAX: Final = 64
 """Connections that were not trusted yet."""
 STRANGER_BYTES_MAX: Final = 128 << 10

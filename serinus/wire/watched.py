@@ -6,8 +6,6 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["CELL_IN_TRANSIT", "PoolCells", "WatchFrame"]
-
 CELL_IN_TRANSIT: Final = 3
 """The number of a page that a copy or a transfer fills or reads; the others are those of the ledger's states."""
 

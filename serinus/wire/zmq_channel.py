@@ -27,8 +27,6 @@ from serinus.wire.ipc_listener import PROBE_EVERY_S, IpcListener
 from serinus.wire.tcp_listener import TcpListener
 from serinus.wire.zmq_frames import LINGER_MS, MONITORED, configure, is_probe, receive, send
 
-__all__ = ["ZmqChannel", "wait_any"]
-
 _QUEUED_MAX: Final = 64
 """Messages of a peer that we chose which zmq keeps for us: pages may come with each."""
 _TCP_PATIENCE: Final = 3

@@ -9,8 +9,6 @@ import zmq
 from serinus.wire.codec import BODY_BYTES_MAX, PAYLOAD_BYTES_MAX, Parts, encode
 from serinus.wire.messages import Ack
 
-__all__ = ["LINGER_MS", "MONITORED", "PROBE", "configure", "is_probe", "receive", "send"]
-
 MONITORED: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECTED
 LINGER_MS: Final = 500
 PROBE: Final = encode(Ack())

@@ -11,8 +11,6 @@ from typing import Final
 from serinus.core.errors import FrameError
 from serinus.wire.codec import Buffer, Parts
 
-__all__ = ["PING", "ZmtpReader", "part_head"]
-
 _GREETING_BYTES: Final = 64
 _MECHANISM: Final = b"NULL".ljust(20, b"\0")
 _SIGNATURE: Final = b"\xff" + bytes(7) + b"\x01\x7f"

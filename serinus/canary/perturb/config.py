@@ -13,8 +13,6 @@ from serinus.core.rng import Rng
 from serinus.models import ModelSpec
 from serinus.parallel import Mesh, Shard
 
-__all__ = ["check_faults", "fault_plan", "fault_rank", "rank_fault_plan"]
-
 
 def fault_plan(config: ServeConfig, spec: ModelSpec) -> PerturbPlan | None:
     """The faults that the settings ask for, of the whole engine; None = none.

@@ -20,8 +20,6 @@ from serinus.core.rng import Rng
 from serinus.core.stamps import PARTIAL_LANES, STAMP_FIELDS
 from serinus.kernels import row_of, stamp_lanes
 
-__all__ = ["PageShape", "Places", "flip_bit", "flip_page_bit"]
-
 _FIELDS = ("token", "position", "hash", "digest")
 _HALVES = ("K", "V")
 

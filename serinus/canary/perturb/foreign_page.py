@@ -15,8 +15,6 @@ from serinus.canary.perturb.plan import Injection
 from serinus.core.rng import Rng
 from serinus.kernels import StampLane
 
-__all__ = ["run"]
-
 
 def run(
     rng: Rng, lanes: PartLanes, checks: StepChecks, cached: NDArray[np.integer], page_size: int

@@ -8,8 +8,6 @@ from serinus.canary.perturb.plan import Injection
 from serinus.core.plan import StepResult
 from serinus.core.rng import Rng
 
-__all__ = ["run"]
-
 
 def run(rng: Rng, result: StepResult, rids: tuple[str, ...], step: int) -> tuple[StepResult, Injection | None]:
     """The result with two different tokens exchanged; as it was, and None, where there are no two."""

@@ -10,8 +10,6 @@ from serinus.canary.perturb.plan import Injection, Place
 from serinus.core.parts import Part
 from serinus.core.rng import Rng
 
-__all__ = ["run"]
-
 
 def run(
     mode: str, rng: Rng, rows_GY: NDArray[np.uint8], pages: NDArray[np.integer], part: Part, step: int,

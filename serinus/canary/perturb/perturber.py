@@ -29,8 +29,6 @@ from serinus.core.plan import StepResult
 from serinus.core.rng import Rng
 from serinus.models import ForwardBatch
 
-__all__ = ["Perturber"]
-
 _REMEMBERED: Final = 64
 """Faults whose slots are not damaged again."""
 _ON_DEVICE: Final = ("real_kv_used", "real_kv_unused_cache", "real_kv_post_forward")

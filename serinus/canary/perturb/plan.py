@@ -10,8 +10,6 @@ from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.kernels import Reason
 
-__all__ = ["MODES", "FaultMode", "Injection", "PerturbPlan", "Place", "parse_perturb"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultMode:

@@ -10,8 +10,6 @@ from serinus.canary.perturb.slot_picker import pick_written
 from serinus.core.rng import Rng
 from serinus.models import ForwardBatch
 
-__all__ = ["run"]
-
 
 def run(rng: Rng, lanes: PartLanes, checks: StepChecks, batch: ForwardBatch, place: Place) -> Injection | None:
     """None where the sequence it chose wrote padding only."""

@@ -12,8 +12,6 @@ from serinus.canary.perturb.damage import flip_bit
 from serinus.canary.perturb.plan import Injection, Place
 from serinus.core.rng import Rng
 
-__all__ = ["run"]
-
 
 def run(
     rng: Rng, lanes: PartLanes, pages: NDArray[np.integer], page_size: int, step: int, place: Place,

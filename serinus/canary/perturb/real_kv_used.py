@@ -11,8 +11,6 @@ from serinus.canary.perturb.plan import Injection, Place
 from serinus.canary.perturb.slot_picker import pick_active
 from serinus.core.rng import Rng
 
-__all__ = ["run"]
-
 
 def run(rng: Rng, lanes: PartLanes, checks: StepChecks, place: Place, spared: Collection[int]) -> Injection | None:
     """None where no request reads anything but the slots `spared`."""

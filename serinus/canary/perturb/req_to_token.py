@@ -17,8 +17,6 @@ from serinus.canary.perturb.slot_picker import Victim, pick_active
 from serinus.core.rng import Rng
 from serinus.kernels import StampLane
 
-__all__ = ["run"]
-
 _TRIES: Final = 16
 
 

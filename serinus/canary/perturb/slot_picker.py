@@ -12,8 +12,6 @@ from serinus.canary.lanes import PartLanes
 from serinus.core.rng import Rng
 from serinus.models import ForwardBatch
 
-__all__ = ["Victim", "pick_active", "pick_written"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Victim:

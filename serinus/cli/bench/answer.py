@@ -12,8 +12,6 @@ import msgspec
 from serinus.cli.bench.dataset import Prompt
 from serinus.cli.bench.transport import RequestTrace
 
-__all__ = ["BenchAnswer", "read_answer"]
-
 
 @dataclass(slots=True, kw_only=True)
 class BenchAnswer:

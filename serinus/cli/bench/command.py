@@ -25,8 +25,6 @@ from serinus.core.clock import WallClock
 from serinus.core.errors import ConfigError
 from serinus.engine.progress import counted
 
-__all__ = ["run"]
-
 _DEFAULT_PORTS = {"serinus": 30000, "sglang": 30000}
 _ASK_S_MAX = 30.0
 

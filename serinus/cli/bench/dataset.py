@@ -11,8 +11,6 @@ from typing import Any, Protocol
 from serinus.core.errors import ConfigError
 from serinus.core.rng import Rng
 
-__all__ = ["DATASETS", "DatasetSpec", "Prompt", "TextMaker", "make_prompts"]
-
 DATASETS = ("random", "random-ids", "generated-shared-prefix", "sharegpt")
 """The names that --dataset-name takes."""
 _SHAREGPT_TOKENS_MAX = 1024

@@ -10,8 +10,6 @@ from typing import Any
 from serinus.cli.bench.dataset import Prompt
 from serinus.core.errors import ConfigError
 
-__all__ = ["DIALECTS", "Asking", "Dialect"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:

@@ -11,8 +11,6 @@ from serinus.cli.bench.transport import RequestTrace, Target, trace_request
 from serinus.core.clock import Clock
 from serinus.core.rng import Rng
 
-__all__ = ["BenchRun", "Load", "drive"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:

@@ -10,8 +10,6 @@ from serinus.cli.bench.answer import BenchAnswer
 from serinus.cli.bench.report import Report, percentile
 from serinus.cli.svg import AMBER, BLUE, GREEN, GREY, RED, Axes, Svg
 
-__all__ = ["plot_run"]
-
 _WIDTH, _HEIGHT = 1000.0, 640.0
 _BUCKETS = 60
 _RANKS = (50, 90, 99)

@@ -14,8 +14,6 @@ import numpy as np
 from serinus.cli.bench.answer import BenchAnswer
 from serinus.core.errors import ConfigError
 
-__all__ = ["Goodput", "Report", "make_report", "percentile", "result_block"]
-
 _WIDTH = 50
 
 

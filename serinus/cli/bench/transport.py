@@ -13,8 +13,6 @@ from serinus.core.clock import Clock
 from serinus.core.errors import ConfigError
 from serinus.front import Upstream, UpstreamBroken
 
-__all__ = ["Arrival", "RequestTrace", "Target", "trace_request"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from serinus.core.rng import Rng
 
-__all__ = ["COLORS", "GREETINGS", "THINGS", "TURN", "Fact", "chat", "draw_facts", "question", "told"]
-
 COLORS = ("red", "blue", "green", "yellow", "black", "white", "grey", "brown", "silver", "golden")
 THINGS = (
     "door",

@@ -15,8 +15,6 @@ from typing import Any
 from serinus.core.errors import SerinusError
 from serinus.core.free_ports import free_ports
 
-__all__ = ["DemoFailed", "Group"]
-
 _READY_S_MAX = 180.0
 _STOP_S_MAX = 60.0
 

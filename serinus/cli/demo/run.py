@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from openai import OpenAI
     from rich.console import Console
 
-__all__ = ["MODEL", "run"]
-
 MODEL = Path(__file__).parent / "model"
 """The checkpoint: scripts/train_demo_model.py made it."""
 _PAGE_SIZE = 64

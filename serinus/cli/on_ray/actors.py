@@ -24,8 +24,6 @@ from serinus.core.errors import SerinusError
 from serinus.core.free_ports import free_ports
 from serinus.front import UpstreamBroken, fetch
 
-__all__ = ["Fate", "RankHost", "RouterHost"]
-
 _ASK_S_MAX: Final = 5.0
 _END_S: Final = 10.0
 """Beyond what its requests may take, a server that was told to stop has this long."""

@@ -24,8 +24,6 @@ from serinus.core.log import get_logger
 from serinus.parallel import Mesh
 from serinus.ranks.rank_processes import mesh_of
 
-__all__ = ["RayEngine", "State", "end_actors", "new_actor"]
-
 _log = get_logger("cli")
 _BACKOFF_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Pauses before an engine is placed again; the last one repeats."""

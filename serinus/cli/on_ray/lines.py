@@ -11,8 +11,6 @@ from ray.exceptions import RayError
 from serinus.core.clock import Clock
 from serinus.core.log import child_line
 
-__all__ = ["ActorLines"]
-
 _LAST_S: Final = 5.0
 """Actors that have ended may take this long to give their last lines."""
 

@@ -12,8 +12,6 @@ from typing import Any
 from serinus.core.config import ServeConfig
 from serinus.parallel import Mesh
 
-__all__ = ["Bundle", "NodeTable", "actor_name", "bundles_of", "shown_resources", "why_unplaced"]
-
 Bundle = dict[str, float]
 NodeTable = Sequence[Mapping[str, Any]]
 """As `ray.nodes()` gives it."""

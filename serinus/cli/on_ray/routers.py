@@ -20,8 +20,6 @@ from serinus.core.config import RouterConfig
 from serinus.core.errors import ConfigError, SerinusError
 from serinus.core.log import get_logger
 
-__all__ = ["RayRouters"]
-
 _log = get_logger("cli")
 _TELL_S_MAX: Final = 15.0
 _RETRY_S: Final = 5.0

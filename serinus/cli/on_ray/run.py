@@ -32,8 +32,6 @@ from serinus.core.ids import new_token
 from serinus.core.log import get_logger
 from serinus.scale import Bounds, Memory, ScalePace, plan
 
-__all__ = ["run_on_ray"]
-
 _log = get_logger("cli")
 _LOOK_S: Final = 0.5
 """Between two looks at nodes, routers and engines."""

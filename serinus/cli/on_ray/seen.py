@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from serinus.scale import RoleSeen, Seen
 
-__all__ = ["Looks", "Watched"]
-
 
 class Watched(Protocol):
     """An engine of the group."""

@@ -29,8 +29,6 @@ from serinus.core.errors import ConfigError
 from serinus.kernels import canary
 from serinus.kernels.cpu import digest, llvm, products, quantized, row_steps, scalar, selection, vector, watching
 
-__all__ = ["PARALLEL_AT", "VERSION", "Body", "address_of", "compile_body", "fields", "find_torch_gomp", "thread_count"]
-
 VERSION = zlib.crc32(
     b"".join(
         Path(str(module.__file__)).read_bytes()

@@ -21,8 +21,6 @@ from numba import types
 from serinus.kernels.cpu.body import PARALLEL_AT, VERSION, Body, compile_body, fields
 from serinus.kernels.cpu.scalar import at, carray, intrinsic, ir
 
-__all__ = ["Calls", "KernelCall", "warm"]
-
 _WORDS_MAX = 64
 """Of the arguments of one call."""
 _COLUMNS = 5

@@ -23,27 +23,6 @@ from serinus.kernels.cpu.calls import KernelCall
 from serinus.kernels.cpu.digest import BLOCK, ROWS, add_packed, ask_for, digest_1, digest_8, digest_rows
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined, mix
 
-__all__ = [
-    "VERIFY_STEP",
-    "Digest",
-    "Plan",
-    "Verify",
-    "Write",
-    "canary_digest",
-    "canary_due",
-    "canary_plan",
-    "canary_verify",
-    "canary_write",
-    "cut_digest",
-    "digest_call",
-    "plan_call",
-    "plan_threads",
-    "run_digest",
-    "verify_call",
-    "verify_threads",
-    "write_call",
-]
-
 Digest = fields("ticket pools slots coefficients out count layers lanes slot_bytes step ahead adds halves")
 """`adds`: the sums are added to what `out` holds. `halves`: pools of each layer."""
 Due = fields("ticket reads out count page_size live entry_count slot_count")

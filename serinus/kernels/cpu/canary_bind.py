@@ -18,8 +18,6 @@ from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields
 from serinus.kernels.cpu.calls import KernelCall
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, mix
 
-__all__ = ["Bind", "bind_call", "canary_bind", "chain_hashes", "warm"]
-
 Bind = fields(
     "ticket stamps slot_count lane slots positions chains names ring ring_rows violations checked count halves"
 )

@@ -17,8 +17,6 @@ from serinus.kernels.cpu.calls import KernelCall
 from serinus.kernels.cpu.digest import ask_for
 from serinus.kernels.cpu.scalar import at, carray
 
-__all__ = ["Find", "Look", "Match", "find_call", "look_call", "run_match", "warm"]
-
 Look = fields("ticket table written columns bound count out")
 """`written`: the rows as the leader wrote them, like `table`. `bound`: as `Watch.expand` takes it. `out`: [4, B],
 slots, positions, hashes and names as `canary_bind` takes them."""

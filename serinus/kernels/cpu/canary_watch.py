@@ -27,8 +27,6 @@ from serinus.kernels.cpu.paged_attention import cuts_of
 from serinus.kernels.cpu.watched_attention import pack_factors
 from serinus.kernels.packed import PackedFactors
 
-__all__ = ["canary_watch"]
-
 _WORD = 8
 _ROOM = 64
 """Entries for which there is room beyond those that are asked for."""

@@ -42,8 +42,6 @@ from serinus.kernels.cpu.watching import (
     watch_integers,
 )
 
-__all__ = ["Chunk", "attend_chunks", "make_units", "serves", "warm"]
-
 _ROWS = 64
 """Rows of a tile: tokens times G."""
 _KEYS = 64

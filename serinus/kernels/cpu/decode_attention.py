@@ -38,9 +38,6 @@ from serinus.kernels.cpu.watching import (
     weigh,
 )
 
-__all__ = ["UNIT_FIELDS", "decode_body", "serves"]
-
-
 _BLOCK = 64
 """Positions of which the scores are kept at once."""
 _GROUP = 16

@@ -41,8 +41,6 @@ from serinus.kernels.cpu.row_linear import GATED_BLOCK, ROWS_MAX, fused_rows, no
 from serinus.kernels.layers import DecodeLayers, LayerSteps, LayerWeights
 from serinus.kernels.packed import PackedLinear, RowBlocks
 
-__all__ = ["decode_layers"]
-
 _ENGINES_KEPT = 4
 """Sets of pools of which something is kept; an engine has one."""
 _STORE, _ATTEND = 1, 2

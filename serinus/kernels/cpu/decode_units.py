@@ -15,8 +15,6 @@ from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields
 from serinus.kernels.cpu.decode_attention import UNIT_FIELDS
 from serinus.kernels.cpu.scalar import at, carray
 
-__all__ = ["Lay", "run_lay", "warm"]
-
 Lay = fields("ticket rows contexts units count row_count width sees threads kv_heads unit_count work bad", "uneven")
 """`units`: room for [B * kv_heads, UNIT_FIELDS]. `sees`: positions that a query sees. `uneven`: of how many times its
 even part a thread has at most before sequences are cut. `unit_count`, `work`, `bad` are answers: items, positions that

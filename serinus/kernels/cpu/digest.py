@@ -12,19 +12,6 @@ from numba import types
 from serinus.kernels.cpu.llvm import I32, I64, LANES, WORDS, call, fold, load, prefetch, shifted, splat, store
 from serinus.kernels.cpu.scalar import cgutils, inlined, intrinsic, ir
 
-__all__ = [
-    "BLOCK",
-    "ROWS",
-    "absorb_16_rows",
-    "add_packed",
-    "ask_for",
-    "digest_1",
-    "digest_8",
-    "digest_row",
-    "digest_rows",
-    "fold_16_sums",
-]
-
 ROWS = 4
 """Rows digested together: they share the loads of the factors."""
 BLOCK = 32

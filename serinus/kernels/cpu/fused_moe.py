@@ -26,8 +26,6 @@ from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, carray, exp2, fetch_add
 from serinus.kernels.packed import PackedExperts
 from serinus.kernels.ref.fused_moe import SWIGLU_ALPHA, SWIGLU_LIMIT, expert_gate
 
-__all__ = ["ROWS_MAX", "fused_moe", "warm"]
-
 ROWS_MAX = 16
 """Rows of one expert up to which the kernel was the faster one (benchmarks/experts.py)."""
 _GROUP = 4

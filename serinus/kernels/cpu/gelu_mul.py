@@ -6,8 +6,6 @@ from torch import Tensor
 
 from serinus.kernels.cpu import silu_mul
 
-__all__ = ["gelu_mul"]
-
 
 def gelu_mul(gate_up_T2F: Tensor) -> Tensor:
     """gelu(gate) * up; see the reference."""

@@ -24,8 +24,6 @@ from serinus.kernels.cpu.llvm import I32, I64, load, shifted, store
 from serinus.kernels.cpu.scalar import at, carray, cgutils, fetch_add, intrinsic, ir
 from serinus.kernels.ref import hashed_pages as reference
 
-__all__ = ["hashed_pages", "warm"]
-
 _Arguments = fields("ticket lanes pages rows row_stride lane_count page_count way keys sums row_bytes")
 _FIELDS = 11
 _SERIAL_BYTES = 1 << 17

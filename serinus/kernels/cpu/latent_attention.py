@@ -19,8 +19,6 @@ from serinus.kernels.contracts import LayerDigest
 from serinus.kernels.cpu.paged_attention import refuse_row
 from serinus.kernels.ref.latent_attention import LatentRows
 
-__all__ = ["latent_attention"]
-
 _SCORES = 1 << 22
 """Scores of one head that a mask holds at most: longer chunks go in pieces."""
 

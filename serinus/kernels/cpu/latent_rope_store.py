@@ -13,8 +13,6 @@ from serinus.kernels.pool_rows import put_rows
 from serinus.kernels.ref.canary import add_digests
 from serinus.kernels.ref.latent_rope_store import rotated
 
-__all__ = ["latent_rope_store"]
-
 
 def latent_rope_store(
     rows_TW: Tensor, norm_R: Tensor, eps: float, queries_TNQ: Tensor, cos_PF: Tensor, sin_PF: Tensor,

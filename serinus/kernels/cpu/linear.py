@@ -27,8 +27,6 @@ from serinus.kernels.huge_pages import collapse_to_huge_pages
 from serinus.kernels.packed import PackedLinear, RowBlocks
 from serinus.kernels.quantized import QuantizedWeight
 
-__all__ = ["linear", "pack_linear", "warm"]
-
 _reorder = torch.ops.mkldnn._reorder_linear_weight
 _multiply = torch.ops.mkldnn._linear_pointwise
 _BATCH_HINT = 16

@@ -10,24 +10,6 @@ from typing import Any
 
 from serinus.kernels.cpu.scalar import cgutils, ir
 
-__all__ = [
-    "F32",
-    "FLOATS",
-    "I32",
-    "I64",
-    "LANES",
-    "PAIRS",
-    "WORDS",
-    "call",
-    "dot_pairs",
-    "fold",
-    "load",
-    "prefetch",
-    "shifted",
-    "splat",
-    "store",
-]
-
 
 class _BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite does not list."""

@@ -16,8 +16,6 @@ from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread
 from serinus.kernels.cpu.scalar import at, carray, fetch_add
 from serinus.kernels.ref.mask_logits import mask_logits as by_reference
 
-__all__ = ["mask_logits", "warm"]
-
 _Arguments = fields("ticket logits stride rows count words vocab")
 _MINUS_INF_BF16 = 0xFF80
 

@@ -18,8 +18,6 @@ from serinus.kernels.cpu.row_linear import GATED_BLOCK, ROWS_MAX, fused_rows, mu
 from serinus.kernels.packed import PackedLinear
 from serinus.kernels.ref import norm_linear as plain
 
-__all__ = ["make_norm_linear"]
-
 
 def make_norm_linear(ops: Mapping[str, Callable[..., Any]]) -> NormLinear:
     """The op; for many rows it is made of the others of its set."""

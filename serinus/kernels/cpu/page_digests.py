@@ -14,8 +14,6 @@ from torch import Tensor
 from serinus.kernels.checks import check_page_digests
 from serinus.kernels.cpu.canary import Digest, run_digest
 
-__all__ = ["page_digests"]
-
 
 def page_digests(
     data_PY: NDArray[np.uint8], pages_G: NDArray[np.int64], page_size: int, row_bytes: int, coefficients_L22W: Tensor

@@ -47,20 +47,6 @@ from serinus.kernels.cpu.watching import (
 )
 from serinus.kernels.ref.watched_attention import GatheredRows
 
-__all__ = [
-    "ALONE_BELOW",
-    "UNEVEN",
-    "LaidAttention",
-    "cuts_of",
-    "decode_call",
-    "digest_unseen",
-    "new_paged_attention",
-    "refuse_row",
-    "threads_of",
-    "warm",
-    "watches",
-]
-
 _BLOCK = 64
 """Positions of which the scores are kept at once."""
 ALONE_BELOW = 256

@@ -19,8 +19,6 @@ from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread
 from serinus.kernels.cpu.scalar import at, carray, fetch_add
 from serinus.kernels.cpu.vector import copy_bytes
 
-__all__ = ["gather_pages", "scatter_pages", "warm"]
-
 _Arguments = fields("ticket lanes pages rows buffer row_bytes lane_count page_count run_bytes outward")
 _FIELDS = 10
 _SERIAL_BYTES = 1 << 17

@@ -24,8 +24,6 @@ from serinus.kernels.cpu.llvm import (
 )
 from serinus.kernels.cpu.scalar import cgutils, intrinsic
 
-__all__ = ["BLOCK", "LOCALITY", "add_products", "add_word"]
-
 BLOCK = 64
 """Outputs of a block; also what oneDNN pads I to."""
 LOCALITY = 2

@@ -20,8 +20,6 @@ from serinus.kernels.cpu.digest import add_packed, digest_row
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, narrow, widen
 from serinus.kernels.cpu.vector import copy_bytes
 
-__all__ = ["qk_rope_store", "refuse_token", "store_call", "warm"]
-
 _Arguments = fields(
     "ticket qkv cos sin positions q_norm k_norm k_pool v_pool slots q_out tokens heads kv_heads position_count "
     "slot_count step bad coefficients sums lanes",

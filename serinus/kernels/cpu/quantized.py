@@ -27,8 +27,6 @@ from serinus.kernels.huge_pages import collapse_to_huge_pages
 from serinus.kernels.packed import RowBlocks
 from serinus.kernels.quantized import QuantizedWeight
 
-__all__ = ["IN_STEP", "add_unpacked", "packed_blocks", "unpack"]
-
 IN_STEP = 8
 """What the input width is filled up to a multiple of."""
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -15,8 +15,6 @@ from serinus.kernels.cpu.calls import KernelCall
 from serinus.kernels.cpu.row_steps import norm_row
 from serinus.kernels.cpu.scalar import FAST, at, carray, fetch_add, inlined
 
-__all__ = ["add_rms_norm", "norm_call", "rms_norm", "warm"]
-
 _Arguments = fields("ticket x residual weight out rows width step wide", "eps")
 _SERIAL_ELEMENTS = 1 << 16
 """Below this many elements the start of a second thread costs more than it saves."""

@@ -60,19 +60,6 @@ from serinus.kernels.cpu.scalar import (
 )
 from serinus.kernels.packed import PackedLinear, RowBlocks
 
-__all__ = [
-    "GATED_BLOCK",
-    "ROWS_MAX",
-    "find_blocks",
-    "find_part",
-    "fused_rows",
-    "multiply_normed_rows",
-    "multiply_rows",
-    "normed_call",
-    "rows_call",
-    "warm",
-]
-
 ROWS_MAX = 32
 """Rows up to which this kernel was the faster one, or as fast, on every shape tried; at 64 nothing is left of it."""
 

@@ -12,8 +12,6 @@ import numpy as np
 
 from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, carray, exp2, inlined, narrow, widen
 
-__all__ = ["gate_row", "gate_value", "norm_row"]
-
 _SILU = np.float32(-LOG2_E)
 _GELU = np.float32(-LOG2_E * 2.0 * math.sqrt(2.0 / math.pi))
 _CUBIC = np.float32(0.044715)

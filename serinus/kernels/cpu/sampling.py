@@ -38,8 +38,6 @@ from serinus.kernels.cpu.selection import (
     weigh,
 )
 
-__all__ = ["new_choose_tokens", "new_top_tokens", "warm"]
-
 _Arguments = fields("ticket thread logits stride bf16 rows count vocab room scratch out values listed")
 _FIELDS = len(_Arguments._fields_)
 _LANES = 16

@@ -14,33 +14,6 @@ import numba.extending
 import numpy as np
 from numba import types
 
-__all__ = [
-    "EXP2",
-    "FAST",
-    "GAMMA",
-    "LOG2_E",
-    "MIX_1",
-    "MIX_2",
-    "at",
-    "await_count",
-    "cap_score",
-    "carray",
-    "cgutils",
-    "exp2",
-    "fetch_add",
-    "host_has",
-    "inlined",
-    "intrinsic",
-    "ir",
-    "literally",
-    "log",
-    "mix",
-    "narrow",
-    "publish",
-    "splitmix",
-    "widen",
-]
-
 # What numba and llvmlite declare is what these are in Python; inside a kernel they mean something else.
 ir: Any = llvmlite.ir
 cgutils: Any = numba.core.cgutils

@@ -16,20 +16,6 @@ from serinus.kernels.cpu.llvm import F32, FLOATS, I32, I64, LANES, WORDS, call, 
 from serinus.kernels.cpu.scalar import GAMMA, LOG2_E, MIX_1, MIX_2, cgutils, host_has, intrinsic, ir
 from serinus.kernels.cpu.vector import vector_exp2
 
-__all__ = [
-    "NOISE_MAX",
-    "SCORE_MAX",
-    "count_from",
-    "gather",
-    "highest",
-    "lift",
-    "next_at_least",
-    "next_to_win",
-    "penalise",
-    "raise_all",
-    "weigh",
-]
-
 SCORE_MAX = 1e30
 """Scores are held to this: of two infinite scores neither is larger, and their difference is no number."""
 

@@ -14,8 +14,6 @@ from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread
 from serinus.kernels.cpu.row_steps import gate_row, gate_value
 from serinus.kernels.cpu.scalar import at, carray, fetch_add
 
-__all__ = ["gate", "silu_mul", "warm"]
-
 _Arguments = fields("ticket gate_up out rows width step")
 _SERIAL_ELEMENTS = 1 << 14
 """Below this many elements of output the start of a second thread costs more than it saves."""

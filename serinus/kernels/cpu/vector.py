@@ -32,20 +32,6 @@ from serinus.kernels.cpu.llvm import (
 )
 from serinus.kernels.cpu.scalar import EXP2, LOG2_E, at, carray, cgutils, inlined, intrinsic, ir
 
-__all__ = [
-    "TILE",
-    "add_rows",
-    "add_weighted_4",
-    "begin_shares",
-    "copy_bytes",
-    "dots",
-    "dots_16",
-    "largest",
-    "multiply_tile",
-    "take_shares",
-    "vector_exp2",
-]
-
 TILE = 4
 """Rows, and vectors of 16 columns, of the tile that multiply_tile keeps in registers: 16 sums, 4 columns, 1 row."""
 

@@ -24,8 +24,6 @@ from serinus.kernels.cpu import (
     watched_attention,
 )
 
-__all__ = ["warm"]
-
 
 def warm(
     shapes: Sequence[tuple[int, int]], dtype: torch.dtype, watched: bool, windows: Sequence[bool], capped: bool

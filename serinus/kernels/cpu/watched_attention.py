@@ -23,8 +23,6 @@ from serinus.kernels.cpu.digest import BLOCK
 from serinus.kernels.cpu.paged_attention import LaidAttention
 from serinus.kernels.packed import PackedFactors
 
-__all__ = ["new_watched_attention", "pack_factors", "warm"]
-
 _HALF = 1 << 15
 
 

@@ -21,22 +21,6 @@ from serinus.kernels.contracts import LayerDigest
 from serinus.kernels.cpu.digest import digest_row
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined
 
-__all__ = [
-    "GROUP",
-    "MISSING",
-    "PACKED",
-    "PLAIN",
-    "WATCH_INTEGERS",
-    "add_row",
-    "add_sums",
-    "any_due",
-    "find_entries",
-    "is_packed",
-    "own_sums",
-    "watch_integers",
-    "weigh",
-]
-
 PACKED, PLAIN = 1, 2
 """How a body digests what it reads: by packed factors, 16 rows at a time, or by plain ones, row by row; 0: not."""
 GROUP = 16

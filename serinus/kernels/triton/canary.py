@@ -20,8 +20,6 @@ from serinus.kernels.contracts import LayersKv
 from serinus.kernels.pool_rows import page_gap, row_elements
 from serinus.kernels.triton.pool_rows import row_starts
 
-__all__ = ["canary_digest", "canary_plan", "canary_verify", "canary_write", "mix", "plan_into"]
-
 _BLOCK = 256
 _PLAN_SPLITS = 8
 _WRITE_BLOCK = 128

@@ -14,8 +14,6 @@ from torch import Tensor
 from serinus.kernels.canary import RING_FIELDS, Reason, first_lane
 from serinus.kernels.triton.canary import mix
 
-__all__ = ["canary_bind"]
-
 _BLOCK = 256
 
 

@@ -26,8 +26,6 @@ from serinus.kernels.due import match_columns
 from serinus.kernels.ref.canary_watch import OpsWatch
 from serinus.kernels.triton.canary import plan_into
 
-__all__ = ["canary_watch"]
-
 _ENTRIES_MAX: Final = 1 << 19
 """Slots that a recorded pass verifies at most, of 64 bytes each."""
 _BLOCK: Final = 1024

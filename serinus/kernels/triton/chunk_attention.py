@@ -24,8 +24,6 @@ from serinus.kernels.pool_rows import page_gap, slot_count
 from serinus.kernels.triton.decode_attention import capped, dot, head_block, load_rows, load_slots
 from serinus.kernels.triton.pool_rows import row_starts
 
-__all__ = ["attend_many"]
-
 _LOG2_E = 1.4426950408889634
 _ROWS = 128
 

@@ -32,8 +32,6 @@ from serinus.kernels.pool_rows import page_gap, slot_count
 from serinus.kernels.triton.pool_rows import row_starts
 from serinus.kernels.triton.tickets import TICKETS
 
-__all__ = ["PLANE_COLUMNS", "ROWS_LEAST", "attend_one", "capped", "dot", "head_block", "load_rows", "load_slots"]
-
 ROWS_LEAST = 16
 """Query heads of one KV head are padded to what a matrix unit takes."""
 PLANE_COLUMNS = 16

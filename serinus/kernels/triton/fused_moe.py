@@ -25,8 +25,6 @@ from serinus.kernels.contracts import ExpertGate
 from serinus.kernels.packed import PackedExperts
 from serinus.kernels.triton.gates import gated
 
-__all__ = ["ExpertCut", "fused_moe", "run_experts"]
-
 _SORTED = 4096
 """Pairs that are looked at together, at most."""
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from serinus.kernels.checks import check_gate
 from serinus.kernels.contracts import Gate
 
-__all__ = ["GATES", "gate_mul", "gated"]
-
 GATES: dict[Gate | None, int] = {None: 0, "silu": 1, "gelu": 2}
 """The activation, as kernels take it."""
 _BLOCK = 1024

@@ -17,8 +17,6 @@ from serinus.kernels.checks import check_hashed
 from serinus.kernels.cpu import hashed_pages as host
 from serinus.kernels.triton.pages import move_pages
 
-__all__ = ["hashed_pages"]
-
 
 @torch.inference_mode()
 def hashed_pages(

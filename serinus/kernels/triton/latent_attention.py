@@ -28,8 +28,6 @@ from serinus.kernels.triton.decode_attention import ROWS_LEAST, dot, head_block,
 from serinus.kernels.triton.pool_rows import row_starts
 from serinus.kernels.triton.watched_attention import digest_beside
 
-__all__ = ["LatentCut", "attend", "latent_attention"]
-
 _LOG2_E = 1.4426950408889634
 _PROGRAMS = 264
 """With fewer, sequences with one query are cut into parts: two for each multiprocessor of an H100."""

@@ -20,8 +20,6 @@ from serinus.kernels.triton.pool_rows import row_starts
 from serinus.kernels.triton.qk_rope_store import add_sum, weighed
 from serinus.kernels.triton.rms_norm import normed
 
-__all__ = ["latent_rope_store"]
-
 _HEADS = 16
 """Heads of one program."""
 

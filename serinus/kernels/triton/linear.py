@@ -27,8 +27,6 @@ from serinus.kernels.triton.gates import GATES, gated
 from serinus.kernels.triton.quantized import multiply_quantized, pack_quantized
 from serinus.kernels.triton.tickets import TICKETS, Tickets
 
-__all__ = ["WeightCut", "cut_of", "multiply_rows", "new_linear", "pack_linear"]
-
 _ROWS_MAX = 64
 _HEAD_OUT = 1 << 16
 """From so many outputs on it is an output head."""

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from serinus.kernels.checks import check_mask
 
-__all__ = ["mask_logits"]
-
 _BLOCK = 4096
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from serinus.kernels.contracts import Gate, NormLinear
 from serinus.kernels.packed import PackedLinear
 
-__all__ = ["make_norm_linear"]
-
 
 def make_norm_linear(ops: Mapping[str, Callable[..., Any]]) -> NormLinear:
     """The op, made of the others of its set."""

@@ -14,8 +14,6 @@ from serinus.kernels.triton.chunk_attention import attend_many
 from serinus.kernels.triton.decode_attention import attend_one
 from serinus.kernels.triton.tickets import Tickets
 
-__all__ = ["new_paged_attention"]
-
 
 def new_paged_attention() -> PagedAttention:
     """The op, with tickets of its own."""

@@ -19,8 +19,6 @@ from serinus.kernels.checks import check_pages
 from serinus.kernels.contracts import LayersKv
 from serinus.kernels.triton.pinned import sent
 
-__all__ = ["gather_pages", "move_pages", "scatter_pages"]
-
 _BLOCK = 1024
 _UNITS = {8: torch.int64, 2: torch.int16, 1: torch.int8}
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["sent"]
-
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
     """A copy there; a GPU's comes through pinned memory that the allocator keeps until it was read."""

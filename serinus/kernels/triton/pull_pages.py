@@ -20,8 +20,6 @@ from serinus.kernels.checks import check_pull
 from serinus.kernels.ref import pull_pages as reference
 from serinus.kernels.triton.pinned import sent
 
-__all__ = ["pull_pages"]
-
 _BLOCK = 2048
 """Words of one program: 16 KB."""
 _KEY_STEP = tl.constexpr(reference.KEY_STEP)

@@ -21,8 +21,6 @@ from serinus.kernels.pool_rows import page_gap, slot_count
 from serinus.kernels.triton.pool_rows import row_starts
 from serinus.kernels.triton.rms_norm import normed
 
-__all__ = ["add_sum", "qk_rope_store", "weighed"]
-
 _HEADS = 4
 """Heads of one program, where both numbers of heads are multiples of it."""
 

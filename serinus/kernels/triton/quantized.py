@@ -26,8 +26,6 @@ from serinus.kernels.packed import PackedLinear, RowBlocks
 from serinus.kernels.quantized import QuantizedWeight
 from serinus.kernels.triton.tickets import TICKETS
 
-__all__ = ["QuantizedCut", "multiply_quantized", "pack_quantized"]
-
 _SPAN = 128
 """Inputs of one step, at most; they share a scale."""
 _SPAN_MIN = 32

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from serinus.kernels.checks import check_norm, check_residual
 
-__all__ = ["add_rms_norm", "rms_norm"]
-
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """The norm of rows; see the reference. Cost: one read and one write of x."""

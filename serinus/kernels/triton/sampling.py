@@ -21,8 +21,6 @@ from serinus.kernels.contracts import RowSampling, TopTokens
 from serinus.kernels.triton.pinned import sent
 from serinus.kernels.triton.selection import SCORE_MAX, adjust, choose, lift
 
-__all__ = ["choose_tokens", "top_tokens"]
-
 _ROW = struct.Struct("<3q3d")
 """Seed, position, top_k; the inverse of the temperature (0 = greedy), top_p, and the least score by min_p."""
 _SIGN, _WORD = 1 << 63, 1 << 64

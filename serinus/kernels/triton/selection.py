@@ -19,8 +19,6 @@ from torch import Tensor
 
 from serinus.kernels.triton.pinned import sent
 
-__all__ = ["SCORE_MAX", "adjust", "choose", "lift"]
-
 SCORE_MAX = 1e30
 """Scores are held to this."""
 _PARTS = 16

@@ -6,8 +6,6 @@ from torch import Tensor
 
 from serinus.kernels.triton.gates import gate_mul
 
-__all__ = ["silu_mul"]
-
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """silu(gate) * up; see the reference."""

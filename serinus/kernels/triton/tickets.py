@@ -6,8 +6,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["TICKETS", "Tickets"]
-
 TICKETS = 1 << 16
 """Counters of one op and device: what needs more goes without parts."""
 

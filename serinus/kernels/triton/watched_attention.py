@@ -28,8 +28,6 @@ from serinus.kernels.triton.decode_attention import PLANE_COLUMNS, attend_one, l
 from serinus.kernels.triton.pool_rows import row_starts
 from serinus.kernels.triton.tickets import Tickets
 
-__all__ = ["digest_beside", "new_watched_attention", "pack_factors"]
-
 _HEAD_SIZE_MAX = 512
 """Up to which the sums of fp32 are exact: 2 * 512 * 2**14 = 2**24."""
 _BESIDE_SPLITS, _BESIDE_PROGRAMS = 16, 2048

@@ -16,8 +16,6 @@ from serinus.core.errors import ConfigError, InvariantError
 from serinus.pd.modes import Capabilities
 from serinus.wire import Buffer
 
-__all__ = ["Backend", "ByteSpan", "Located", "Receiver", "Sender", "SpanAllocator", "Staged"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:

@@ -23,8 +23,6 @@ from serinus.pd.backends.cuda_ipc import SharedAllocation
 from serinus.pd.backends.one_sided import Region
 from serinus.pd.backends.shm import host_identity
 
-__all__ = ["CudaDriver", "DevicePull"]
-
 _HANDLE_BYTES: Final = 64
 _LAZY_PEER_ACCESS: Final = 1
 _HIGH_PRIORITY: Final = -1

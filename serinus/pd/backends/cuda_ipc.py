@@ -31,8 +31,6 @@ from serinus.pd.backends.one_sided import (
 )
 from serinus.pd.modes import Capabilities, Mode
 
-__all__ = ["CudaIpcBackend", "IpcLibrary", "Pull", "SharedAllocation"]
-
 _SHARED_MAX: Final = 8
 """Allocations of one rank."""
 _PENDING: Final = OpResult(state=OpState.PENDING)

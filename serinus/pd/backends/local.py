@@ -10,8 +10,6 @@ from serinus.pd.backends.base import Located, Staged
 from serinus.pd.modes import Capabilities, Mode
 from serinus.wire import Buffer
 
-__all__ = ["LocalBackend"]
-
 _NAME = "local"
 
 

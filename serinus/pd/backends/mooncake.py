@@ -33,8 +33,6 @@ from serinus.pd.backends.one_sided import (
 )
 from serinus.pd.modes import Capabilities, Fence, Mode
 
-__all__ = ["MooncakeBackend", "MooncakeLibrary", "Write", "Writer"]
-
 _PENDING = OpResult(state=OpState.PENDING)
 
 

@@ -29,8 +29,6 @@ from serinus.pd.backends.one_sided import (
 )
 from serinus.pd.modes import Capabilities, Mode
 
-__all__ = ["NixlBackend", "NixlLibrary"]
-
 _MEMORY: Final = "DRAM"
 _PENDING: Final = OpResult(state=OpState.PENDING)
 

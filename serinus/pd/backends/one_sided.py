@@ -19,22 +19,6 @@ from serinus.core.errors import InvariantError, TransferFailed
 from serinus.core.parts import Part
 from serinus.pd.modes import Capabilities
 
-__all__ = [
-    "Endpoint",
-    "Fenced",
-    "OneSided",
-    "OpResult",
-    "OpState",
-    "Region",
-    "Strips",
-    "check_match",
-    "pack_endpoint",
-    "pairs_of_part",
-    "strips_between",
-    "strips_of_part",
-    "unpack_endpoint",
-]
-
 _MAGIC: Final = b"SKV1"
 _HEAD: Final = struct.Struct("<4sBI")
 _REGION: Final = struct.Struct("<BQIQQI")

@@ -27,8 +27,6 @@ from serinus.pd.backends.base import Located, SpanAllocator, Staged
 from serinus.pd.modes import Capabilities, Mode
 from serinus.wire import Buffer
 
-__all__ = ["Opened", "Segments", "ShmBackend", "host_identity", "shm_works"]
-
 _MEMFD: Final = "serinus-kv"
 _MAPPED_MAX: Final = 64
 """Segments of one peer that stay mapped: more ranks than that take turns."""

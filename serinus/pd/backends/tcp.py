@@ -17,8 +17,6 @@ from serinus.pd.backends.base import Located, SpanAllocator, Staged
 from serinus.pd.modes import Capabilities, Mode
 from serinus.wire import Buffer
 
-__all__ = ["TcpBackend"]
-
 _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
 """Parameters of mallopt in glibc."""

@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 from serinus.core.clock import Clock
 from serinus.core.log import get_logger
 
-__all__ = ["BLOCK_BYTES", "SECRET_BYTES", "Disk", "FileEntry", "FileSystem", "this_hour"]
-
 _log = get_logger("pool.storage")
 _WRITERS, _SECRET = ".writers", ".secret"
 SECRET_BYTES = 32

@@ -43,8 +43,6 @@ from serinus.pool.storage.io import QueuedStorage, RareWarning, ShelfCounts
 from serinus.pool.storage.removals import Notices
 from serinus.pool.workers import Workers
 
-__all__ = ["HEADER_BYTES", "FileStorage", "PageFiles"]
-
 _log = get_logger("pool.storage")
 _HEADER = struct.Struct("<8sHHBxxxQI4x16s16s16s16s32x")
 _MAGIC, _VERSION = b"SERINUSP", 3

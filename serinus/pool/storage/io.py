@@ -25,8 +25,6 @@ from serinus.core.parts import Part
 from serinus.pool.host import HostPool
 from serinus.pool.workers import Task, ThreadWorkers, Workers
 
-__all__ = ["PageCheck", "PageShelf", "QueuedStorage", "RareWarning", "ShelfCounts"]
-
 _log = get_logger("pool.storage")
 _THREADS = 2
 _TASK_BYTES = 1 << 20

@@ -25,8 +25,6 @@ from serinus.core.clock import Clock
 from serinus.core.log import get_logger
 from serinus.pool.storage.disk import FileSystem, this_hour
 
-__all__ = ["Notices"]
-
 _log = get_logger("pool.storage")
 _HEADER = struct.Struct("<8sQ")
 _MAGIC = b"SERINUSR"
