@@ -98,7 +98,7 @@ def test_it_is_cached_on_all_tiers_handed_over_and_watched(make: Make) -> None:
 
 
 def test_dummy_weights_are_a_function_of_the_seed(make: Make) -> None:
-    path = make("Cohere2")
+    path = make("GPTNeoX")
     answers = []
     for seed in (1, 1, 2):
         with LLM(

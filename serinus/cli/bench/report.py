@@ -9,8 +9,6 @@ from itertools import accumulate
 from statistics import fmean, pstdev
 from typing import Any
 
-import numpy as np
-
 from serinus.cli.bench.answer import BenchAnswer
 from serinus.core.errors import ConfigError
 
@@ -19,6 +17,8 @@ _WIDTH = 50
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Linear between the two nearest ranks; 0 for no values."""
+    import numpy as np  # the help of a command does not load it
+
     return float(np.percentile(values, percent)) if len(values) else 0.0
 
 
