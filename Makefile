@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 PIP_FLAGS ?=
 DEMO_FLAGS ?=
 TEST_FLAGS ?=
-JOBS ?= 0
+JOBS ?= 2
 CHROMIUM := { command -v chromium || command -v google-chrome; } >/dev/null
 
 .PHONY: install demo test proof extras check bench docs pictures pictures-plots pictures-page browser wheel clean
