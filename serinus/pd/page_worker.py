@@ -222,8 +222,10 @@ class PageWorker:
         return None
 
     def _ended(self, token: PieceMoved | TakeIn, result: OpResult) -> PieceMoved | TakenIn:
-        """The answer for an operation that is over."""
+        """The answer for an operation that is over. Raises InvariantError: a read may still write into own pages."""
         if isinstance(token, TakeIn):
+            if result.state is OpState.LOST:
+                raise InvariantError(f"pd: a read from {token.peer} is lost ({result.error}), expected its end")
             return self._taken(token, result)
         if result.state is OpState.DONE:
             return token

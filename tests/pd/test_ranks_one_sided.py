@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
+from serinus.core.clock import ManualClock
+from serinus.core.errors import InvariantError
 from serinus.core.parts import Part
 from serinus.pd import (
     AttachPeer,
@@ -16,16 +20,19 @@ from serinus.pd import (
     HandoffPort,
     Mode,
     MovePiece,
+    PageWorker,
     PeerFenced,
     PieceMoved,
     PieceStatus,
+    RankLayout,
 )
-from serinus.pd.backends import MooncakeBackend
+from serinus.pd.backends import MooncakeBackend, OpResult, OpState
 from serinus.pd.backends.mooncake import MooncakeLibrary
 from serinus.pd.modes import Capabilities, Fence
-from serinus.pd.pages import MemoryShared, PeerUnreachable, RankFenced, ShareMemory
+from serinus.pd.pages import MemoryShared, PeerUnreachable, RankFenced, ShareMemory, TakeIn
 from serinus.testing.answering_line import AnsweringLine
 from serinus.wire import Gone
+from tests.pd.test_late import Store
 from tests.pd.tiny import LAYOUT, make_settings
 
 PUSH = Capabilities(mode=Mode.PUSH, needs_registration=True, fence=Fence.CLOSE)
@@ -82,6 +89,27 @@ def test_peers_hear_how_the_memory_of_every_rank_is_reached() -> None:
     port, line = make_port()
     assert port.machine.settings.endpoints == {"mooncake": (b"rank 0", b"rank 1")}
     assert [type(rank.told[0]) for rank in line.ranks] == [ShareMemory, ShareMemory]
+
+
+def test_a_read_that_may_go_on_is_never_taken_for_over() -> None:
+    """What a backend calls LOST could still write into pages that are given back with this answer."""
+    pull = Capabilities(mode=Mode.PULL, needs_registration=True, fence=Fence.CLOSE)
+    backend = SimpleNamespace(
+        name="reader", capabilities=pull, connect=lambda *_: None, read=lambda *_: 7, digests=lambda *_: None,
+        poll=lambda op: OpResult(state=OpState.LOST, error="no word of it"),
+    )  # fmt: skip
+    one, pages = msgspec.structs.replace(LAYOUT, tp=1, pp=1), np.array([1], np.int32)
+    worker = PageWorker(
+        0, layout=RankLayout(one), stores={Part.FULL: Store(16)}, backends=[backend], clock=ManualClock()
+    )  # fmt: skip
+    worker.obey(AttachPeer(peer="p", backend="reader", layout=one, endpoints=(b"0",)))
+    take = TakeIn(
+        peer="p", xid="x", piece=0, source=0, rank=0, mode=Mode.PULL, part=Part.FULL, first=0, digests=b"",
+        digest_seed=1, pages=pages, target_first=0, byte_count=16, sources=pages,
+    )  # fmt: skip
+    assert worker.obey(take) is None
+    with pytest.raises(InvariantError, match="a read from p is lost"):
+        worker.answers()
 
 
 def test_a_peer_is_fenced_when_every_rank_has_cut_it_off() -> None:

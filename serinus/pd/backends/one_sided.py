@@ -35,7 +35,8 @@ class OpState(Enum):
     FAILED = "failed"
     """Not all bytes are, and nothing of it is under way."""
     LOST = "lost"
-    """It failed and may still write: only a fence on the side that is written to makes that memory safe."""
+    """A write failed and may still go on: only a fence on the side that is written to makes that memory safe. A read is
+    never lost: a backend that cannot tell ends its connection first, and says FAILED."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
