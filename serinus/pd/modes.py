@@ -31,8 +31,6 @@ class Fence(Enum):
 
     NONE = "none"
     """It cannot: no fence."""
-    UNREGISTER = "unregister"
-    """Memory that is not registered any more refuses writes."""
     CLOSE = "close"
     """Closing what the peer is connected to refuses its writes."""
 
@@ -42,8 +40,6 @@ class Capabilities:
     """What a data backend says of itself."""
 
     mode: Mode
-    needs_registration: bool = False
-    """Memory must be registered before it can be written or read from outside."""
     fence: Fence = Fence.NONE
     """Matters to PUSH alone."""
     can_recut: bool = False

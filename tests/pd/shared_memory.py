@@ -16,8 +16,8 @@ from serinus.core.parts import Part
 from serinus.pd import Capabilities, Fence, Fenced, Mode, OpResult, OpState, Region
 from tests.pd.tiny import PAGE_BYTES
 
-PUSH = Capabilities(mode=Mode.PUSH, needs_registration=True, fence=Fence.CLOSE)
-PULL = Capabilities(mode=Mode.PULL, needs_registration=True)
+PUSH = Capabilities(mode=Mode.PUSH, fence=Fence.CLOSE)
+PULL = Capabilities(mode=Mode.PULL)
 
 
 class SharedStore:

@@ -35,7 +35,7 @@ from serinus.wire import Gone
 from tests.pd.test_late import Store
 from tests.pd.tiny import LAYOUT, make_settings
 
-PUSH = Capabilities(mode=Mode.PUSH, needs_registration=True, fence=Fence.CLOSE)
+PUSH = Capabilities(mode=Mode.PUSH, fence=Fence.CLOSE)
 LAYOUT_2 = msgspec.structs.replace(LAYOUT, kv_head_count=2, tp=2)
 
 
@@ -93,7 +93,7 @@ def test_peers_hear_how_the_memory_of_every_rank_is_reached() -> None:
 
 def test_a_read_that_may_go_on_is_never_taken_for_over() -> None:
     """What a backend calls LOST could still write into pages that are given back with this answer."""
-    pull = Capabilities(mode=Mode.PULL, needs_registration=True, fence=Fence.CLOSE)
+    pull = Capabilities(mode=Mode.PULL, fence=Fence.CLOSE)
     backend = SimpleNamespace(
         name="reader", capabilities=pull, connect=lambda *_: None, read=lambda *_: 7, digests=lambda *_: None,
         poll=lambda op: OpResult(state=OpState.LOST, error="no word of it"),

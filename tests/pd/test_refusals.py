@@ -86,7 +86,7 @@ def test_equal_layouts_have_no_difference() -> None:
 
 
 _WINDOW = {"layer_parts": bytes([1]), "window": 8}
-_WHOLE = Capabilities(mode=Mode.PULL, needs_registration=True)
+_WHOLE = Capabilities(mode=Mode.PULL)
 
 
 @pytest.mark.parametrize(

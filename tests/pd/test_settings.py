@@ -20,7 +20,7 @@ def test_settings_that_make_no_sense_are_refused() -> None:
 
 
 def test_a_backend_that_can_push_and_cannot_fence_is_refused_at_birth() -> None:
-    unsafe = Capabilities(mode=Mode.PUSH, needs_registration=True)
+    unsafe = Capabilities(mode=Mode.PUSH)
     with pytest.raises(ConfigError, match="cannot cut one off"):
         make_settings("d", 1, backends=("x",), capabilities={"x": unsafe})
     for safe in (Capabilities(mode=Mode.PUSH, fence=Fence.CLOSE), Capabilities(mode=Mode.PULL)):

@@ -120,7 +120,7 @@ class CudaIpcBackend:
     """One rank's memory, and what it has opened of others."""
 
     name = "cuda_ipc"
-    capabilities = Capabilities(mode=Mode.PULL, needs_registration=True, same_host=True, whole_chunks=True)
+    capabilities = Capabilities(mode=Mode.PULL, same_host=True, whole_chunks=True)
 
     def __init__(self, library: IpcLibrary, *, shares: bool) -> None:
         """`shares`: whether peers read our memory (prefill); else we only read theirs (decode), and name none."""

@@ -84,7 +84,7 @@ class MooncakeBackend:
     """A backend over one mooncake transfer engine."""
 
     name = "mooncake"
-    capabilities = Capabilities(mode=Mode.PUSH, needs_registration=True, fence=Fence.CLOSE)
+    capabilities = Capabilities(mode=Mode.PUSH, fence=Fence.CLOSE)
 
     def __init__(self, host: str = "127.0.0.1", library: MooncakeLibrary | None = None) -> None:
         """`host`: where peers reach this process. The engine listens on all interfaces, whatever this says. `library`:

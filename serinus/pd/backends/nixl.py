@@ -53,7 +53,7 @@ class NixlBackend:
     """One NIXL agent. Its progress runs in a thread of its own, so a peer can read while we compute."""
 
     name = "nixl"
-    capabilities = Capabilities(mode=Mode.PULL, needs_registration=True)
+    capabilities = Capabilities(mode=Mode.PULL)
 
     def __init__(self, agent_name: str, library: NixlLibrary | None = None) -> None:
         """`agent_name`: differs between any two processes, restarts included; `library`: None = the package.
