@@ -55,6 +55,9 @@ class ToolParser:
         while self._phase is _Phase.INSIDE and not self._announced:
             self._give_up(out)
             out += self.feed("")
+        if self._phase is _Phase.CLOSING:  # what is not decided there is space, or a mark that was cut
+            self._raw.append(self._text)
+            self._text = ""
         if self._phase is not _Phase.OUTSIDE:
             self._close(out)
         self._content(self._text, out)

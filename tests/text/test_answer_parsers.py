@@ -64,7 +64,7 @@ GOOD: list[tuple[str, str, str]] = [
     ("hermes", f'Let me look.\n\n<tool_call>\n{{"name": "get_weather", "arguments": {ARGS}}}\n</tool_call>\n'
      '<tool_call>{"arguments": {}, "name": "now"}</tool_call>\n', "Let me look."),
     ("hermes", f'<tool_call>{{"name": "get_weather", "arguments": {json.dumps(ARGS)}}}</tool_call><tool_call>\n'
-     '{"name": "now"}', ""),
+     '{"name": "now"}\n</tool_ca', ""),
     ("llama3_json", f'{{"type": "function", "name": "get_weather", "parameters": {ARGS}}}; '
      '{"name":"now","parameters":null}', ""),
     ("llama3_json", f'<|python_tag|>{{"name": "get_weather", "parameters": {ARGS}}}\n'
