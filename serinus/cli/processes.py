@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -34,6 +35,8 @@ _ENDING_S = 2.0
 """From the end of its connection to the end of a process that is not standing still."""
 _STACKS_S = 5.0
 """For the threads of an engine that is about to be killed to write where they stand."""
+_STACK_S = 0.5
+"""Between two of its processes: they share one stream."""
 _ENDING_SAID_S = 5.0
 """The same for one that has said why it ends."""
 
@@ -161,8 +164,10 @@ class EngineProcess:
         _log.error("serinus: the engine %s; it is killed", reason)
         if self.process is not None and self.process.returncode is None:
             ExitRecord(self._words).record(f"engine: it {reason}", LOST_CODE)
-            self._signal_group(signal.SIGUSR1)
-            asyncio.get_running_loop().call_later(_STACKS_S, self._signal_group, signal.SIGKILL)
+            loop, pids = asyncio.get_running_loop(), _group(self.process.pid)
+            for place, pid in enumerate(pids):  # one by one: each writes its stacks letter by letter
+                loop.call_later(place * _STACK_S, _signal, pid, signal.SIGUSR1)
+            loop.call_later(_STACKS_S + len(pids) * _STACK_S, self._signal_group, signal.SIGKILL)
 
     def _signal_group(self, number: signal.Signals) -> None:
         assert self.process is not None, "cli: the engine process was not started"
@@ -184,3 +189,18 @@ class EngineProcess:
         if self._overseer is not None:
             self._overseer.cancel()
         return 0 if self.process is None else await stop_process(self.process, s_max=s_max)
+
+
+def _group(leader: int) -> list[int]:
+    """The processes of a group, in the order of their numbers; without Linux's /proc the leader alone."""
+    found = {leader}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(entry.name)) == leader:
+                found.add(int(entry.name))
+    return sorted(found)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -101,8 +101,6 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteMoeSharedForCausalLM",
         {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 96},
     ),
-    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
-    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", {"sliding_window": 24, "rope_parameters": _OLMO3_ROPE}),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"sliding_window": 24, "query_pre_attn_scalar": 20}),
     "gemma3_text": (
@@ -115,6 +113,8 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GptOssForCausalLM",
         {**_EXPERTS, "sliding_window": 24, "rope_parameters": _GPT_OSS_ROPE},
     ),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", {"sliding_window": 24, "rope_parameters": _OLMO3_ROPE}),
 }
 """Family -> config class, architecture, fields unless the caller says otherwise."""
 

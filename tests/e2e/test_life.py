@@ -85,7 +85,7 @@ def test_an_engine_that_stands_in_a_step_shows_where_and_is_ended(
         assert answer.status_code == 503
         assert "stood in one step for 10 s (--watchdog-timeout)" in answer.json()["error"]["message"]
         assert server.process.wait(60) == 3
-        assert "in before_layer" in server.output, "the stack of the rank that stands still"
+        assert "in before_layer" in server.output, f"the stack of the rank that stands still: {server.output}"
 
 
 @pytest.mark.proof
