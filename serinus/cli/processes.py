@@ -165,7 +165,7 @@ class EngineProcess:
         if self.process is not None and self.process.returncode is None:
             ExitRecord(self._words).record(f"engine: it {reason}", LOST_CODE)
             loop, pids = asyncio.get_running_loop(), _group(self.process.pid)
-            for place, pid in enumerate(pids):  # one by one: each writes its stacks letter by letter
+            for place, pid in enumerate(pids):  # one by one: each writes its stacks character by character
                 loop.call_later(place * _STACK_S, _signal, pid, signal.SIGUSR1)
             loop.call_later(_STACKS_S + len(pids) * _STACK_S, self._signal_group, signal.SIGKILL)
 
