@@ -264,17 +264,13 @@ def checkpoint(config: ServeConfig) -> list[MachineCheck]:
 
 
 def _model(config: ServeConfig) -> Iterator[MachineCheck]:
-    from serinus.models import file_bytes, load_spec, resolve
-    from serinus.ranks.build import choose_device, overrides_of
+    from serinus.models import file_bytes, spec_of
+    from serinus.ranks.build import choose_device
     from serinus.ranks.memory import available_bytes
     from serinus.ranks.rank_processes import mesh_of
     from serinus.text import load_tokenizer
 
-    folder = resolve(config.model.model_path, config.model.revision)
-    spec = load_spec(
-        folder, overrides=overrides_of(config), model_impl=config.model.model_impl,
-        quantization=config.model.quantization,
-    )  # fmt: skip
+    spec = spec_of(config.model)
     window = "" if spec.window is None else f", window {spec.window}"
     yield MachineCheck(
         what="model",
@@ -289,11 +285,11 @@ def _model(config: ServeConfig) -> Iterator[MachineCheck]:
             f"{shard.name}: {len(shard.layers)} layers, {len(shard.kv_heads)} KV heads" for shard in shards
         )
         yield MachineCheck(what="shards", seen=each)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(spec.path)
     chat = "with" if tokenizer.template is not None else "without"
     yield MachineCheck(what="tokenizer", seen=f"{tokenizer.vocab_size} tokens, {chat} chat template")
-    _check_weights(folder)
-    weights, device = file_bytes(Path(folder)), choose_device(config.model.device)
+    _check_weights(spec.path)
+    weights, device = file_bytes(Path(spec.path)), choose_device(config.model.device)
     free = available_bytes(device)
     fits = weights < free
     yield MachineCheck(

@@ -32,7 +32,7 @@ from serinus.engine.spans import NO_SPANS, SpanLog
 from serinus.engine.step_floor import step_floor
 from serinus.engine.step_metrics import StepMetrics
 from serinus.kernels import load
-from serinus.models import ModelSpec, choose_dtype, load_spec, resolve
+from serinus.models import ModelSpec, choose_dtype, spec_of
 from serinus.parallel.comm import Comm, SoloComm
 from serinus.pd import AnyBackend
 from serinus.pool import PoolSpec
@@ -42,7 +42,6 @@ from serinus.ranks.build import (
     build_rank,
     choose_device,
     context_of,
-    overrides_of,
     record_steps,
     rehearse_steps,
 )
@@ -71,13 +70,7 @@ def kv_sizes(config: ServeConfig, weight_bytes: int) -> KvSizes:
 
     Allocates nothing. Raises ConfigError as `build_engine` does.
     """
-    device = choose_device(config.model.device)
-    folder = resolve(config.model.model_path, config.model.revision)
-    model = config.model
-    spec = load_spec(
-        folder, overrides=overrides_of(config), load_format=model.load_format, model_impl=model.model_impl,
-        quantization=model.quantization,
-    )  # fmt: skip
+    device, spec = choose_device(config.model.device), spec_of(config.model)
     dtype = choose_dtype(spec, config.model.dtype, device)
     pools = part_specs(config, spec, dtype, device, context_of(config, spec), taken=weight_bytes)
     return KvSizes(pools=pools, host=host_counts(config, pools, taken=weight_bytes if device == "cpu" else 0))

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -26,8 +26,8 @@ from serinus.core.cores import cores, threads_env
 from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
 from serinus.core.version import package_version
-from serinus.models import ModelSpec, load_spec, resolve
-from serinus.ranks.build import choose_device, graph_sizes, overrides_of
+from serinus.models import overrides_of, resolve, spec_of
+from serinus.ranks.build import choose_device, graph_sizes
 from serinus.ranks.memory import available_bytes
 
 _log = get_logger("engine")
@@ -118,16 +118,9 @@ def few_layers(config: ServeConfig) -> ServeConfig:
     steps that computes few tokens.
 
     Raises ConfigError: the model cannot be had with so few."""
-    folder, given = resolve(config.model.model_path, config.model.revision), overrides_of(config)
-    model = config.model
-
-    def spec_of(overrides: dict[str, Any]) -> ModelSpec:
-        return load_spec(
-            folder, overrides=overrides, load_format="dummy", model_impl=model.model_impl,
-            quantization=model.quantization,
-        )  # fmt: skip
-
-    spec = spec_of(given)
+    folder, given = resolve(config.model.model_path, config.model.revision), overrides_of(config.model)
+    dummy = replace(config.model, load_format="dummy")
+    spec = spec_of(dummy)
     kinds = [
         (part, spec.experts is not None and i in spec.experts.layers, i in spec.plain_layers)
         for i, part in enumerate(spec.layer_parts)
@@ -136,12 +129,13 @@ def few_layers(config: ServeConfig) -> ServeConfig:
     raw = json.loads((Path(folder) / "config.json").read_text()) | given
     of_layers = {name: value for name, value in raw.items() if isinstance(value, list) and len(value) == len(kinds)}
     few = {**given, "num_hidden_layers": count, **{name: value[:count] for name, value in of_layers.items()}}
-    made = spec_of(few)
+    dummy = replace(dummy, json_model_override_args=json.dumps(few))
+    made = spec_of(dummy)
     if made.layer_count != count or set(made.layer_parts) != set(spec.layer_parts):
         raise ConfigError(f"engine: {spec.architecture} has {made.layer_count} layers when asked for {count}")
     return replace(
         config,
-        model=replace(config.model, load_format="dummy", json_model_override_args=json.dumps(few)),
+        model=dummy,
         memory=replace(config.memory, max_total_tokens=_TOKENS, mem_fraction_static=None),
         cache=replace(config.cache, enable_hierarchical_cache=False, hicache_storage_backend="none"),
     )

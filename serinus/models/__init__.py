@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from serinus.models.hub import resolve
     from serinus.models.loader import Model, choose_dtype, load_model
     from serinus.models.small_checkpoints import make_checkpoint, make_toy
-    from serinus.models.spec import KNOWN_ARCHITECTURES, TOY_ARCHITECTURE, ModelSpec, RopeSpec, load_spec
+    from serinus.models.spec import (
+        KNOWN_ARCHITECTURES,
+        TOY_ARCHITECTURE,
+        ModelSpec,
+        RopeSpec,
+        load_spec,
+        overrides_of,
+        spec_of,
+    )
     from serinus.models.weight_digests import TensorDigests
     from serinus.models.weight_files import file_bytes
 
@@ -36,7 +44,9 @@ __all__ = [
     "load_spec",
     "make_checkpoint",
     "make_toy",
+    "overrides_of",
     "resolve",
+    "spec_of",
 ]
 
 __getattr__ = lazy_names(
@@ -46,7 +56,7 @@ __getattr__ = lazy_names(
     hub="resolve",
     loader="Model choose_dtype load_model",
     small_checkpoints="make_checkpoint make_toy",
-    spec="KNOWN_ARCHITECTURES TOY_ARCHITECTURE ModelSpec RopeSpec load_spec",
+    spec="KNOWN_ARCHITECTURES TOY_ARCHITECTURE ModelSpec RopeSpec load_spec overrides_of spec_of",
     weight_digests="TensorDigests",
     weight_files="file_bytes",
 )

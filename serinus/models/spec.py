@@ -7,6 +7,7 @@ its fields is in `families`.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,14 +16,16 @@ from typing import Any
 from serinus.core.errors import ConfigError
 from serinus.core.gguf_file import GGUF_LINK
 from serinus.core.parts import Part
+from serinus.core.settings import ModelSettings
 from serinus.models.config_fields import ConfigFields, read_json
 from serinus.models.experts import ExpertSpec
 from serinus.models.families import FAMILIES, LLAMA_NORMS, NormNames, RopeSpec, family_fields, toy_fields
+from serinus.models.hub import resolve
 from serinus.models.latent import LatentSpec
 from serinus.models.quantization import QuantSpec, quant_spec
 from serinus.parallel import Mesh, Shard, shards_of
 
-__all__ = ["KNOWN_ARCHITECTURES", "TOY_ARCHITECTURE", "ModelSpec", "RopeSpec", "load_spec"]
+__all__ = ["KNOWN_ARCHITECTURES", "TOY_ARCHITECTURE", "ModelSpec", "RopeSpec", "load_spec", "overrides_of", "spec_of"]
 
 TOY_ARCHITECTURE = "SerinusToyForCausalLM"
 
@@ -250,6 +253,31 @@ def load_spec(
         return unsigned.signed(f"toy:{config.get('seed', 0)}")
     made = f"dummy:{seed}" if device == "cpu" else f"dummy:{seed}:{device.split(':')[0]}"
     return unsigned.signed(made) if load_format == "dummy" else unsigned
+
+
+def spec_of(settings: ModelSettings, *, device: str = "cpu") -> ModelSpec:
+    """The model that these settings name, as they change it. `device`: as of `load_spec`.
+
+    Raises ConfigError as `resolve` and `load_spec` do, and where the overrides are no JSON object. Cost: reads a small
+    file of a directory; a hub id is fetched.
+    """
+    return load_spec(
+        resolve(settings.model_path, settings.revision), overrides=overrides_of(settings),
+        load_format=settings.load_format, seed=settings.random_seed or 0, device=device,
+        model_impl=settings.model_impl, quantization=settings.quantization,
+    )  # fmt: skip
+
+
+def overrides_of(settings: ModelSettings) -> dict[str, Any]:
+    """Values that replace those of config.json. Raises ConfigError: no JSON object."""
+    text = settings.json_model_override_args
+    try:
+        overrides = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"models: json_model_override_args is {text!r} ({error}), expected a JSON object") from None
+    if not isinstance(overrides, dict):
+        raise ConfigError(f"models: json_model_override_args is {text!r}, expected a JSON object")
+    return overrides
 
 
 def _by_transformers(folder: Path, architecture: str, overrides: Mapping[str, Any]) -> dict[str, Any]:

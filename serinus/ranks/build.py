@@ -6,12 +6,10 @@ room for least. Times each phase, so that start-up can say where the time went.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -32,8 +30,7 @@ from serinus.models import (
     choose_dtype,
     compose_hooks,
     load_model,
-    load_spec,
-    resolve,
+    spec_of,
 )
 from serinus.parallel import Mesh, Shard
 from serinus.parallel.comm import Comm
@@ -136,17 +133,7 @@ def build_rank(
     if threads:
         torch.set_num_threads(threads)
     kernels = _load_kernels(config, device, phases)
-    folder = resolve(config.model.model_path, config.model.revision)
-    seed = config.model.random_seed or 0
-    spec = load_spec(
-        folder,
-        overrides=overrides_of(config),
-        load_format=config.model.load_format,
-        seed=seed,
-        device=device,
-        model_impl=config.model.model_impl,
-        quantization=config.model.quantization,
-    )
+    spec = spec_of(config.model, device=device)
     shard = spec.shards(mesh, config.parallel.partition)[rank]
     own = spec.on(shard)
     dtype = choose_dtype(spec, config.model.dtype, device)
@@ -156,8 +143,8 @@ def build_rank(
     progress = LoadProgress(clock)
     with torch.inference_mode():
         model = load_model(
-            spec, folder, dtype, kernels, load_format=config.model.load_format, seed=seed, positions=context,
-            device=device, shard=shard, comm=comm, digests=digests, tell=progress,
+            spec, spec.path, dtype, kernels, load_format=config.model.load_format, seed=config.model.random_seed or 0,
+            positions=context, device=device, shard=shard, comm=comm, digests=digests, tell=progress,
         )  # fmt: skip
         progress.end()
         if not spec.signature:
@@ -350,18 +337,6 @@ def _agreed_host(config: ServeConfig, specs: dict[Part, PoolSpec], comm: Comm) -
 def rows_of(config: ServeConfig) -> int:
     """Rows of req_to_token, the padding row included."""
     return config.sched.max_running_requests + 1
-
-
-def overrides_of(config: ServeConfig) -> dict[str, Any]:
-    """Values that replace those of config.json. Raises ConfigError: no JSON object."""
-    text = config.model.json_model_override_args
-    try:
-        overrides = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"engine: json_model_override_args is {text!r} ({error}), expected a JSON object") from None
-    if not isinstance(overrides, dict):
-        raise ConfigError(f"engine: json_model_override_args is {text!r}, expected a JSON object")
-    return overrides
 
 
 def choose_device(name: str) -> str:

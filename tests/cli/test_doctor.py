@@ -10,7 +10,8 @@ import pytest
 
 from serinus.cli.doctor import MachineCheck, checkpoint, extras, kernels
 from serinus.core.config import ServeConfig, from_names
-from serinus.models.small_checkpoints import make_toy
+from serinus.models import load_spec
+from serinus.models.small_checkpoints import make_checkpoint, make_toy
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,13 @@ def test_the_room_for_kv_is_said_by_part_and_tier(sliding: Path) -> None:
 
 def test_the_model_is_told_as_overrides_make_it(sliding: Path) -> None:
     assert "context 32" in look(sliding, json_model_override_args='{"max_position_embeddings": 32}')["model"].seen
+
+
+def test_the_signature_of_dummy_weights_is_that_of_an_engine(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", layers=1, tokenizer=False)
+    for seed in (5, 6):
+        expected = load_spec(path, load_format="dummy", seed=seed).signature[:12]
+        assert f"signature {expected}" in look(path, load_format="dummy", random_seed=seed)["model"].seen
 
 
 def test_tiers_that_are_off_are_said_to_be_off_and_storage_is_named(sliding: Path, tmp_path: Path) -> None:

@@ -113,6 +113,10 @@ def test_threads_are_shared_between_the_engines_of_a_machine() -> None:
         ({"pp_size": 4}, "pp_size is 4, expected at most 3"),
         ({"pp_size": 2, "pp_layer_partition": "2,2"}, "with the sum 3"),
         ({"pp_layer_partition": "2"}, "with the sum 3"),
+        (
+            {"tp_size": 2, "json_model_override_args": "[1]"},
+            r"json_model_override_args is '\[1\]', expected a JSON object",
+        ),
     ],
 )
 def test_ranks_that_a_model_cannot_be_shared_among_are_refused_before_any_starts(

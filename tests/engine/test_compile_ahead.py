@@ -11,9 +11,8 @@ from serinus.core.config import ServeConfig, from_names
 from serinus.core.errors import ConfigError
 from serinus.engine.compile_ahead import Compilers, few_layers, is_compiled
 from serinus.engine.progress import counted
-from serinus.models import load_spec
+from serinus.models import load_spec, spec_of
 from serinus.models.small_checkpoints import make_checkpoint
-from serinus.ranks.build import overrides_of
 
 
 def config_of(path: Path, **names: object) -> ServeConfig:
@@ -30,7 +29,7 @@ def test_few_layers_have_one_of_each_kind_before_the_last(
     path = make_checkpoint(tmp_path, family, layers=layers, tokenizer=False)
     config = few_layers(config_of(path))
     whole = load_spec(path, load_format="dummy")
-    few = load_spec(path, overrides=overrides_of(config), load_format="dummy")
+    few = spec_of(config.model)
     assert few.layer_count == expected
     assert few.layer_parts == whole.layer_parts[:expected]
     assert set(few.layer_parts) == set(whole.layer_parts)
