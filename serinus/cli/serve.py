@@ -86,29 +86,12 @@ def front_settings(config: ServeConfig) -> FrontSettings:
     from serinus.front import FrontSettings
 
     return FrontSettings(
-        model_path=config.model.model_path,
-        tokenizer_path=config.model.tokenizer_path,
-        revision=config.model.revision,
-        served_model_name=config.model.served_model_name,
-        chat_template=config.model.chat_template,
-        tool_call_parser=config.model.tool_call_parser,
-        reasoning_parser=config.model.reasoning_parser,
-        grammars=config.model.grammar_backend != "none",
-        skip_tokenizer_init=config.model.skip_tokenizer_init,
-        lazy_tokenizer=config.pd.mode == "prefill",
-        api_key=config.server.api_key,
-        admin_api_key=config.server.admin_api_key,
-        api_keys_file=config.server.api_keys_file,
-        allowed_origins=config.server.allowed_origins,
-        otlp_traces_endpoint=config.server.otlp_traces_endpoint,
-        dashboard=not config.server.no_dashboard,
-        router_secrets=(config.pd.cluster_secret, user_secret()),
-        prefill_addresses=config.pd.prefill_addresses,
+        model=config.model,
+        server=config.server,
         engine=config.engine_name,
         role=config.role,
-        body_bytes_max=config.server.body_bytes_max,
-        random_seed=config.model.random_seed,
-        watchdog_s_max=config.server.watchdog_s_max,
+        router_secrets=(config.pd.cluster_secret, user_secret()),
+        prefill_addresses=config.pd.prefill_addresses,
     )
 
 

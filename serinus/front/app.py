@@ -121,7 +121,7 @@ def create_app(
     async def come_up() -> None:
         try:
             ready = await engine.start()
-            if not (settings.skip_tokenizer_init or settings.lazy_tokenizer):
+            if not (settings.model.skip_tokenizer_init or settings.lazy_tokenizer):
                 await asyncio.shield(front.start_tokenizer())
         except (EngineDown, ConfigError) as err:
             if on_failed is not None:
@@ -129,11 +129,11 @@ def create_app(
             return
         if on_ready is not None:
             on_ready(ready)
-        await engine.watch(settings.watchdog_s_max, on_stuck)
+        await engine.watch(settings.server.watchdog_s_max, on_stuck)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        if not (settings.skip_tokenizer_init or settings.lazy_tokenizer):
+        if not (settings.model.skip_tokenizer_init or settings.lazy_tokenizer):
             front.start_tokenizer()
         coming = asyncio.get_running_loop().create_task(come_up())
         try:
@@ -152,12 +152,12 @@ def create_app(
         "/dashboard": dashboard.page, "/dashboard/events": dashboard.events, "/dashboard/look": dashboard.look,
     }  # fmt: skip
     routes = routes_of(
-        handlers, keys=front.keys, metrics=front.metrics, body_bytes_max=settings.body_bytes_max,
-        tracing=front.tracing, off="" if settings.dashboard else DASHBOARD,
+        handlers, keys=front.keys, metrics=front.metrics, body_bytes_max=settings.server.body_bytes_max,
+        tracing=front.tracing, off=DASHBOARD if settings.server.no_dashboard else "",
     )  # fmt: skip
     app = Starlette(
         routes=routes,
-        middleware=cross_origin(settings.allowed_origins),
+        middleware=cross_origin(settings.server.allowed_origins),
         lifespan=lifespan,
         exception_handlers=error_handlers(),
     )

@@ -23,7 +23,7 @@ async def completions(front: Front, exchange: HttpExchange) -> None:
     body = await front.read(exchange, CompletionBody)
     front.check_model(body.model)
     params = from_completion(body, front.ready.sampling_defaults)
-    if body.echo and front.settings.skip_tokenizer_init:
+    if body.echo and front.settings.model.skip_tokenizer_init:
         raise BadRequest("echo", True, "nothing: this server runs without a tokenizer")
     prompts = prompts_of("prompt", body.prompt)
     front.check_count("prompt" if params.n == 1 else "n", len(prompts) * params.n)

@@ -156,8 +156,8 @@ async def prepare(front: Front, body: ChatBody, *, limit_field: str, field: str 
     params = from_chat(body, front.ready.sampling_defaults)
     tokenizer = await front.tokenizer("messages")
     source = tokenizer.template.source if tokenizer.template is not None else ""
-    settings = front.settings
-    style = answer_style(source, tool_call_parser=settings.tool_call_parser, reasoning_parser=settings.reasoning_parser)
+    model = front.settings.model
+    style = answer_style(source, tool_call_parser=model.tool_call_parser, reasoning_parser=model.reasoning_parser)
     extra = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         extra.setdefault("reasoning_effort", body.reasoning_effort)

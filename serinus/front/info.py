@@ -76,7 +76,7 @@ def _model_card(front: Front) -> dict[str, Any]:
         "object": "model",
         "created": front.created,
         "owned_by": "serinus",
-        "root": front.settings.model_path or front.settings.model_name,
+        "root": front.settings.model.model_path or front.settings.model_name,
         "parent": None,
         "max_model_len": front.ready.context_length,
     }
@@ -98,8 +98,8 @@ async def model_info(front: Front, exchange: HttpExchange) -> None:
     settings = front.settings
     ready = front.client.ready
     info = {
-        "model_path": settings.model_path,
-        "tokenizer_path": settings.tokenizer_path or settings.model_path,
+        "model_path": settings.model.model_path,
+        "tokenizer_path": settings.model.tokenizer_path or settings.model.model_path,
         "is_generation": True,
         "preferred_sampling_params": None if ready is None else ready.sampling_defaults,
     }
@@ -127,7 +127,7 @@ async def server_info(front: Front, exchange: HttpExchange) -> None:
         "engine": ready.engine,
         "role": ready.role,
         "incarnation": str(ready.incarnation),
-        "model_path": settings.model_path,
+        "model_path": settings.model.model_path,
         "served_model_name": settings.model_name,
         "context_length": ready.context_length,
         "vocab_size": ready.vocab_size,

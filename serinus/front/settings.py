@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serinus.core.errors import ConfigError
+from serinus.core.settings import ModelSettings, ServerSettings
 from serinus.front.key_file import KeyFile
 from serinus.front.tls import client_tls
 from serinus.front.tracing import check_endpoint
@@ -22,78 +23,49 @@ def _check_positive(room_setting: str, value: float) -> None:
 class FrontSettings:
     """One front before one engine. Raises ConfigError."""
 
-    model_path: str = ""
-    """Where the checkpoint lies; shown to people, and the default place of the tokenizer."""
-    tokenizer_path: str = ""
-    """Directory or hub id of the tokenizer; empty = model_path."""
-    revision: str | None = None
-    """Revision of a hub id."""
-    served_model_name: str = ""
-    """The name requests use; empty = model_path."""
-    chat_template: str = ""
-    """A Jinja template, or the path of one; empty = the tokenizer's own."""
-    tool_call_parser: str = "auto"
-    """How the model writes tool calls; auto = as its chat template shows, none = they are not looked for."""
-    reasoning_parser: str = "auto"
-    """How it marks its thoughts; auto and none as before."""
-    grammars: bool = True
-    """Whether answers may be held to a grammar."""
-    skip_tokenizer_init: bool = False
-    """No tokenizer at all: ids in, ids out."""
-    lazy_tokenizer: bool = False
-    """Load the tokenizer when a request first needs it (prefill engines hardly ever do)."""
-    api_key: str = ""
-    """Asked of every request but health, metrics and the schema; empty = open."""
-    admin_api_key: str = ""
-    """Asked for flush and abort; empty = api_key."""
-    api_keys_file: str = ""
-    """More keys, each with a name, a weight and limits (key_file.py); empty = none."""
-    allowed_origins: tuple[str, ...] = ()
-    """Web pages of these origins may ask (CORS); `*` = of any."""
-    dashboard: bool = True
-    """Whether there is a live page at /dashboard."""
+    model: ModelSettings = field(default_factory=ModelSettings)
+    """The model, its tokenizer and how its answers are read."""
+    server: ServerSettings = field(default_factory=ServerSettings)
+    """Keys and limits of the HTTP server."""
+    engine: str = "engine-0"
+    """Name of the engine behind this front, in metrics and meta_info."""
+    role: str = "unified"
+    """Its role: unified, prefill or decode."""
     router_secrets: tuple[str, ...] = ()
     """A router that knows one of these, or the key that opens operations, may say the share of a request
     and name prefill engines (proofs.py)."""
     prefill_addresses: tuple[str, ...] = ()
     """Prefill engines that any request may name."""
-    otlp_traces_endpoint: str = ""
-    """Where traces are sent (tracing.py); empty = nowhere."""
-    engine: str = "engine-0"
-    """Name of the engine behind this front, in metrics and meta_info."""
-    role: str = "unified"
-    """Its role: unified, prefill or decode."""
-    body_bytes_max: int = _BODY_BYTES_MAX
-    """A larger request body is refused with 413."""
     n_max: int = 128
     """Sequences one HTTP request may ask for (n times prompts)."""
     health_generate_s_max: float = 30.0
     """Seconds /health_generate waits for its one token."""
-    watchdog_s_max: float = 300.0
-    """An engine that does not answer for a fifth of so many seconds stands still: requests and /health get 503. After
-    all of them it is given up. 0 = wait."""
     call_s_max: float = 60.0
     """Seconds a call to the engine (flush, metrics) may take."""
     keep_alive_s: float = 5.0
     """A stream without its first token gets a comment every so many seconds."""
-    random_seed: int | None = None
-    """Seeds of requests that come without one are drawn from this; None = from the system."""
 
     def __post_init__(self) -> None:
-        for name in ("body_bytes_max", "n_max", "health_generate_s_max", "call_s_max", "keep_alive_s"):
+        for name in ("n_max", "health_generate_s_max", "call_s_max", "keep_alive_s"):
             _check_positive(name, getattr(self, name))
-        if self.api_keys_file:
-            KeyFile(self.api_keys_file)
-        if self.otlp_traces_endpoint:
-            check_endpoint(self.otlp_traces_endpoint)
-        answer_style("", tool_call_parser=self.tool_call_parser, reasoning_parser=self.reasoning_parser)
+        if self.server.api_keys_file:
+            KeyFile(self.server.api_keys_file)
+        if self.server.otlp_traces_endpoint:
+            check_endpoint(self.server.otlp_traces_endpoint)
+        model = self.model
+        answer_style("", tool_call_parser=model.tool_call_parser, reasoning_parser=model.reasoning_parser)
         if self.role not in ("unified", "prefill", "decode"):
             raise ConfigError(f"front: role is {self.role!r}, expected unified, prefill or decode")
 
     @property
     def model_name(self) -> str:
         """The name this server answers to."""
-        return self.served_model_name or self.model_path or "serinus"
+        return self.model.served_model_name or self.model.model_path or "serinus"
+
+    @property
+    def lazy_tokenizer(self) -> bool:
+        """Whether the tokenizer is loaded when a request first needs it: of prefill engines hardly any does."""
+        return self.role == "prefill"
 
 
 def split_alias(where: str) -> tuple[str, str]:

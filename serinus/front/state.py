@@ -77,20 +77,22 @@ class Front:
         self.metrics = FrontMetrics(engine=settings.engine, role=settings.role)
         self.metrics.serves(settings.model_name)
         self.created = int(clock.unix())
-        seed = settings.random_seed
+        seed = settings.model.random_seed
         self._rng = Rng(new_incarnation() if seed is None else seed)
         self._tokenizer: asyncio.Task[Tokenizer] | None = None
         self._embedding_use: EmbeddingUse | None = None
         self.keys = Keys(
-            user=settings.api_key, admin=settings.admin_api_key, file=settings.api_keys_file,
+            user=settings.server.api_key, admin=settings.server.admin_api_key, file=settings.server.api_keys_file,
             secrets=settings.router_secrets,
         )  # fmt: skip
         self.threads = TextThreads()
         """Where long texts are parsed, rendered and tokenized."""
-        self.grammars = GrammarCheck(self.tokenizer_or_none, self.metrics, clock, enabled=settings.grammars)
+        self.grammars = GrammarCheck(
+            self.tokenizer_or_none, self.metrics, clock, enabled=settings.model.grammar_backend != "none"
+        )
         """Compiles the grammars of requests, so that a wrong one is refused."""
         self.tracing = make_tracing(
-            settings.otlp_traces_endpoint, role=settings.role, name=settings.engine, clock=clock
+            settings.server.otlp_traces_endpoint, role=settings.role, name=settings.engine, clock=clock
         )
         """Sends traces; None = there are none."""
         if self.tracing is not None:
@@ -122,20 +124,21 @@ class Front:
         version, checkpoint, types and layout decide. Raises EngineDown."""
         if not self._fingerprint:
             info = self.ready.info
-            about = [package_version(), self.settings.model_path, *(str(info.get(name)) for name in _ANSWER_DEPENDS_ON)]
+            path = self.settings.model.model_path
+            about = [package_version(), path, *(str(info.get(name)) for name in _ANSWER_DEPENDS_ON)]
             self._fingerprint = f"fp_{xxhash.xxh3_64_hexdigest(chr(10).join(about).encode())}"
         return self._fingerprint
 
     def start_tokenizer(self) -> asyncio.Task[Tokenizer]:
         """Begin to load the tokenizer in a thread (once)."""
         if self._tokenizer is None:
-            settings = self.settings
-            path = settings.tokenizer_path or settings.model_path
+            model = self.settings.model
+            path = model.tokenizer_path or model.model_path
             loading = asyncio.to_thread(
                 load_tokenizer,
                 path,
-                chat_template=settings.chat_template,
-                revision=settings.revision,
+                chat_template=model.chat_template,
+                revision=model.revision,
                 clock=self.clock,
             )
             self._tokenizer = asyncio.get_running_loop().create_task(loading)
@@ -143,7 +146,7 @@ class Front:
 
     async def tokenizer(self, field: str) -> Tokenizer:
         """The tokenizer, for a request that needs it because of `field`. Raises BadRequest where there is none."""
-        if self.settings.skip_tokenizer_init:
+        if self.settings.model.skip_tokenizer_init:
             raise BadRequest(field, "text", "token ids: this server runs without a tokenizer")
         task = self.start_tokenizer()
         if task.done():
@@ -152,7 +155,7 @@ class Front:
 
     async def tokenizer_or_none(self) -> Tokenizer | None:
         """The tokenizer, or None on a server without one."""
-        return None if self.settings.skip_tokenizer_init else await self.tokenizer("text")
+        return None if self.settings.model.skip_tokenizer_init else await self.tokenizer("text")
 
     async def embedding_use(self) -> EmbeddingUse:
         """How the checkpoint makes embeddings; read once, in a thread. Raises BadRequest: its files are wrong."""
@@ -160,7 +163,7 @@ class Front:
             settings = self.settings
             try:
                 self._embedding_use = await asyncio.to_thread(
-                    load_embedding_use, settings.model_path, settings.revision
+                    load_embedding_use, settings.model.model_path, settings.model.revision
                 )
             except ConfigError as error:
                 raise BadRequest("model", settings.model_name, f"an embedding model ({error})") from error
@@ -241,7 +244,7 @@ class Front:
         Raises BadRequest, PromptTooLong, BadSampling, EngineDown.
         """
         ready = self.ready
-        if any(each.stop for each in params) and self.settings.skip_tokenizer_init:
+        if any(each.stop for each in params) and self.settings.model.skip_tokenizer_init:
             raise BadRequest("stop", params[0].stop, "nothing: this server runs without a tokenizer")
         await self.grammars.check(params, grammar_fields, ready)
         tokenizer = await self.tokenizer(field) if any(isinstance(prompt, str) for prompt in prompts) else None

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from serinus.core.addresses import http_url
+from serinus.core.config import ServeConfig, from_names
 from serinus.front import EngineClient, FrontSettings, HttpServer, ServerTls, bind, create_app
 from serinus.front.keys import Keys
 from serinus.front.metrics import HttpMetrics
@@ -73,6 +75,13 @@ def serving(
         server.stop(now=True)
         thread.join(60)
         assert not thread.is_alive(), "testing: the server did not stop"
+
+
+def front_settings(**given: Any) -> FrontSettings:
+    """Settings of a front by their names alone, whichever group has them."""
+    own = {each.name: given.pop(each.name) for each in fields(FrontSettings) if each.name in given}
+    config = from_names(ServeConfig, given)
+    return FrontSettings(model=config.model, server=config.server, **own)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from serinus.front import FrontSettings
 from serinus.testing.fake_engine import FakeEngine
-from serinus.testing.running_front import RunningFront, running_front
+from serinus.testing.running_front import RunningFront, front_settings, running_front
 from serinus.text import Tokenizer, load_tokenizer
 
 TOOL_TEMPLATE = (
@@ -46,8 +46,8 @@ def scripted_front(
     tokenizer_folder: Path, endpoint: str, settings: FrontSettings | None = None
 ) -> Iterator[tuple[RunningFront, Script]]:
     """A front, and the script of its engine."""
-    given = settings or FrontSettings(chat_template=TOOL_TEMPLATE)
-    given = replace(given, model_path=str(tokenizer_folder), served_model_name="canary")
+    given = settings or front_settings(chat_template=TOOL_TEMPLATE)
+    given = replace(given, model=replace(given.model, model_path=str(tokenizer_folder), served_model_name="canary"))
     script = Script(load_tokenizer(str(tokenizer_folder)))
     engine = FakeEngine(
         endpoint=endpoint,

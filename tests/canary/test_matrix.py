@@ -14,7 +14,6 @@ from serinus.canary.perturb import MODES
 from serinus.cli.canary_show import canary_lines, story_lines
 from serinus.cli.main import main
 from serinus.core.parts import Part
-from serinus.front import FrontSettings
 from serinus.models.small_checkpoints import make_checkpoint
 from serinus.selftest import (
     CANARY_SHAPES,
@@ -31,7 +30,7 @@ from serinus.selftest import (
     run_cell,
 )
 from serinus.testing.fake_engine import FakeEngine
-from serinus.testing.running_front import running_front
+from serinus.testing.running_front import front_settings, running_front
 from serinus.testing.small_tokenizers import make_byte_tokenizer
 
 
@@ -255,7 +254,7 @@ def test_the_latest_violations_of_a_running_engine_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = FakeEngine(endpoint=f"ipc://{tmp_path}/e", vocab_size=267, engine="fake-0")
-    settings = FrontSettings(model_path=str(make_byte_tokenizer(tmp_path)), admin_api_key="secret")
+    settings = front_settings(model_path=str(make_byte_tokenizer(tmp_path)), admin_api_key="secret")
     with running_front(settings, engine) as front:
         assert main(["canary", "show", front.url, "--api-key", "secret"]) == 0
         assert "no canary (start it with --kv-canary log, raise or heal)" in capsys.readouterr().out

@@ -12,10 +12,9 @@ import pytest
 from serinus.cli import main
 from serinus.cli.batch_file import BadLine, BatchLine, done_before, lines_of
 from serinus.core.errors import ConfigError
-from serinus.front import FrontSettings
 from serinus.models.small_checkpoints import make_toy
 from serinus.testing.fake_engine import FakeEngine
-from serinus.testing.running_front import RunningFront, running_front
+from serinus.testing.running_front import RunningFront, front_settings, running_front
 from serinus.testing.small_tokenizers import make_byte_tokenizer
 from serinus.wire.messages import Generate
 
@@ -25,7 +24,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFront]:
     folder = tmp_path_factory.mktemp("front")
     engine = FakeEngine(endpoint=f"ipc://{folder}/engine", vocab_size=267, context_length=256)
     path = make_byte_tokenizer(tmp_path_factory.mktemp("byte"))
-    settings = FrontSettings(model_path=str(path), served_model_name="canary", engine="fake-0", api_key="k")
+    settings = front_settings(model_path=str(path), served_model_name="canary", engine="fake-0", api_key="k")
     with running_front(settings, engine) as running:
         yield running
 
@@ -181,7 +180,7 @@ def test_a_server_that_is_lost_ends_the_run_and_what_has_no_answer_is_not_writte
     monkeypatch.setattr("serinus.cli.batch_run._PAUSE_S", 0.001)
     given, out = write(tmp_path / "in.jsonl", ask("a"), ask("b")), tmp_path / "out.jsonl"
     engine = FakeEngine(endpoint=f"ipc://{tmp_path}/e", vocab_size=267, breaks="it broke")
-    settings = FrontSettings(model_path=front.app.state.front.settings.model_path, served_model_name="canary")
+    settings = front_settings(model_path=front.app.state.front.settings.model.model_path, served_model_name="canary")
     with running_front(settings, engine) as broken:
         assert main(["batch", "--url", broken.url, "-i", str(given), "-o", str(out)]) == 1
     assert "has no answer: it answered 503" in capsys.readouterr().err

@@ -10,9 +10,8 @@ import pytest
 
 from serinus.cli import main
 from serinus.cli.cache import cache_lines
-from serinus.front import FrontSettings
 from serinus.testing.fake_engine import FakeEngine
-from serinus.testing.running_front import running_front
+from serinus.testing.running_front import front_settings, running_front
 from serinus.testing.small_tokenizers import make_byte_tokenizer
 
 
@@ -71,7 +70,7 @@ def test_the_tree_says_what_lies_where() -> None:
 @pytest.mark.slow
 def test_the_command_asks_a_running_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = FakeEngine(endpoint=f"ipc://{tmp_path}/e", vocab_size=267, engine="fake-0")
-    settings = FrontSettings(model_path=str(make_byte_tokenizer(tmp_path)), admin_api_key="secret")
+    settings = front_settings(model_path=str(make_byte_tokenizer(tmp_path)), admin_api_key="secret")
     with running_front(settings, engine) as front:
         assert main(["cache", front.url, "--limit", "5", "--api-key", "secret", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["tree"]["limit"] == 5

@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from serinus.core.clock import WallClock
-from serinus.front import FrontSettings, HttpServer, RouterSettings, create_router_app
+from serinus.front import HttpServer, RouterSettings, create_router_app
 from serinus.front.router import Router
 from serinus.testing.fake_engine import FakeEngine
-from serinus.testing.running_front import RunningFront, running_front, serving
+from serinus.testing.running_front import RunningFront, front_settings, running_front, serving
 from serinus.testing.small_tokenizers import make_byte_tokenizer
 from serinus.text import Tokenizer, load_tokenizer
 
@@ -38,7 +38,7 @@ def front(byte_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """One front for a whole file; its engine answers at once."""
     folder = tmp_path_factory.mktemp("front")
     engine = FakeEngine(endpoint=f"ipc://{folder}/engine", vocab_size=267, context_length=256)
-    settings = FrontSettings(
+    settings = front_settings(
         model_path=str(byte_folder), served_model_name="canary", engine="fake-0", router_secrets=("a router's",)
     )
     with running_front(settings, engine) as running:
@@ -105,7 +105,7 @@ def route(byte_folder: Path, new_endpoint: Callable[[], str]) -> Callable[..., A
                         context_length=100_000,
                         max_total_tokens=200_000,
                     )
-                    settings = FrontSettings(
+                    settings = front_settings(
                         model_path=str(byte_folder),
                         served_model_name=models[index] if index < len(models) else "canary",
                         engine=name,

@@ -15,12 +15,12 @@ import pytest
 from serinus.core.clock import WallClock
 from serinus.core.errors import ConfigError, RateLimited
 from serinus.core.request import Share
-from serinus.front import FrontSettings, KeyFile
+from serinus.front import KeyFile
 from serinus.front.key_file import ApiKey
 from serinus.front.key_limits import KeyLimits
 from serinus.front.proofs import SHARE, proof_of
 from serinus.testing.fake_engine import FakeEngine
-from serinus.testing.running_front import RunningFront, running_front
+from serinus.testing.running_front import RunningFront, front_settings, running_front
 from serinus.wire.messages import Generate
 
 CLOCK = WallClock()
@@ -87,7 +87,7 @@ def test_a_key_is_found_by_itself_or_by_its_hash_and_is_kept_nowhere(tmp_path: P
 )
 def test_a_wrong_line_is_named_with_its_field_and_never_with_its_key(tmp_path: Path, line: Any, said: str) -> None:
     path = write(tmp_path / "keys", {"name": "first", "key": "sk-secret"}, line)
-    for make in (KeyFile, lambda file: FrontSettings(api_keys_file=file)):
+    for make in (KeyFile, lambda file: front_settings(api_keys_file=file)):
         with pytest.raises(ConfigError) as caught:
             make(path)
         assert said in str(caught.value)
@@ -168,7 +168,7 @@ def test_a_front_lets_keys_in_by_their_limits_and_tells_the_engine_whose_request
         {"name": "gold", "key": "sk-gold", "weight": 3, "max_queued_requests": 7},
         {"name": "two", "key": "sk-two", "requests_per_minute": 2},
     )
-    settings = FrontSettings(model_path=str(byte_folder), api_keys_file=str(path), admin_api_key="root")
+    settings = front_settings(model_path=str(byte_folder), api_keys_file=str(path), admin_api_key="root")
     with running_front(settings, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as front:
         assert front.post("/v1/completions", ASK).status_code == 401
         assert front.post("/v1/completions", ASK, **bearer("sk-none")).status_code == 401
@@ -200,7 +200,7 @@ def test_operations_are_closed_where_there_is_a_file_and_no_admin_key(
     tmp_path: Path, byte_folder: Path, new_endpoint: Callable[[], str]
 ) -> None:
     path = write(tmp_path / "keys", {"name": "a", "key": "sk-a"})
-    settings = FrontSettings(model_path=str(byte_folder), api_keys_file=path)
+    settings = front_settings(model_path=str(byte_folder), api_keys_file=path)
     with running_front(settings, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as front:
         for headers in ({}, bearer("sk-a"), bearer("x")):
             answer = front.http.post("/flush_cache", headers=headers)
@@ -215,7 +215,7 @@ def test_a_front_refuses_more_requests_at_once_and_takes_a_new_file(
 ) -> None:
     path = tmp_path / "keys"
     write(path, {"name": "a", "key": "sk-a", "max_concurrent_requests": 1})
-    settings = FrontSettings(model_path=str(byte_folder), api_keys_file=str(path))
+    settings = front_settings(model_path=str(byte_folder), api_keys_file=str(path))
     engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, stall=True)
     with running_front(settings, engine) as front:
         first = threading.Thread(target=front.post, args=("/v1/completions", ASK), kwargs=bearer("sk-a"))
@@ -238,7 +238,7 @@ def test_a_share_is_said_by_a_router_never_by_a_client(
     tmp_path: Path, byte_folder: Path, new_endpoint: Callable[[], str], secret: str, status: int
 ) -> None:
     path = write(tmp_path / "keys", {"name": "a", "key": "sk-a"})
-    settings = FrontSettings(model_path=str(byte_folder), api_keys_file=path, router_secrets=("", "s"))
+    settings = front_settings(model_path=str(byte_folder), api_keys_file=path, router_secrets=("", "s"))
     said = '{"name": "greedy", "weight": 1000.0, "queued_max": 0}'
     headers = {"x-serinus-share": said, "x-serinus-share-proof": proof_of(said, [secret], SHARE)}
     with running_front(settings, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as front:

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from serinus.core.clock import WallClock
-from serinus.front import FrontSettings, RouterSettings, create_router_app
+from serinus.front import RouterSettings, create_router_app
 from serinus.testing.fake_engine import FakeEngine
-from serinus.testing.running_front import RunningFront, running_front, serving
+from serinus.testing.running_front import RunningFront, front_settings, running_front, serving
 
 
 def test_the_engine_is_asked_for_as_many_nodes_as_the_query_says(front: RunningFront) -> None:
@@ -63,7 +63,7 @@ def test_a_limit_that_makes_no_sense_is_refused(front: RunningFront, limit: str)
 
 def test_only_the_admin_may_look_where_keys_are_set(byte_folder: Path, new_endpoint: Any) -> None:
     engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267)
-    settings = FrontSettings(model_path=str(byte_folder), api_key="user", admin_api_key="admin")
+    settings = front_settings(model_path=str(byte_folder), api_key="user", admin_api_key="admin")
     with running_front(settings, engine) as front:
         for path in ("/cache", "/canary", "/canary/perturb"):
             for key, status in (("user", 401), ("admin", 200)):
@@ -77,7 +77,7 @@ def test_a_router_shows_the_trees_of_all_engines(byte_folder: Path, new_endpoint
         fronts = [
             stack.enter_context(
                 running_front(
-                    FrontSettings(model_path=str(byte_folder), engine=name, role="decode", admin_api_key="a"),
+                    front_settings(model_path=str(byte_folder), engine=name, role="decode", admin_api_key="a"),
                     FakeEngine(endpoint=new_endpoint(), engine=name, role="decode", vocab_size=267),
                 )
             )

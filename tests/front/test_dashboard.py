@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from serinus.front import FrontSettings, RouterSettings, create_router_app
+from serinus.front import RouterSettings, create_router_app
 from serinus.front.dashboard import Subscription, page_html
 from serinus.testing.fake_engine import FakeEngine
-from serinus.testing.running_front import RunningFront, running_front, serving
+from serinus.testing.running_front import RunningFront, front_settings, running_front, serving
 
 
 def told(
@@ -116,7 +116,7 @@ def test_the_licence_of_the_charts_is_there() -> None:
 
 @pytest.fixture
 def keyed(byte_folder: Path, new_endpoint: Callable[[], str]) -> Iterator[RunningFront]:
-    settings = FrontSettings(model_path=str(byte_folder), api_key="user", admin_api_key="admin")
+    settings = front_settings(model_path=str(byte_folder), api_key="user", admin_api_key="admin")
     with running_front(settings, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as running:
         yield running
 
@@ -130,7 +130,7 @@ def test_events_and_looks_ask_for_the_admin_key_and_the_page_does_not(keyed: Run
 
 
 def test_without_a_dashboard_its_paths_are_unknown(byte_folder: Path, new_endpoint: Callable[[], str]) -> None:
-    settings = FrontSettings(model_path=str(byte_folder), dashboard=False)
+    settings = front_settings(model_path=str(byte_folder), no_dashboard=True)
     with running_front(settings, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as running:
         for path in ("/dashboard", "/dashboard/events", "/dashboard/look?what=page"):
             assert running.http.get(path).status_code == 404
@@ -140,7 +140,7 @@ def test_without_a_dashboard_its_paths_are_unknown(byte_folder: Path, new_endpoi
 
 
 def test_a_stream_ends_when_its_server_drains(byte_folder: Path, new_endpoint: Callable[[], str]) -> None:
-    settings = FrontSettings(model_path=str(byte_folder))
+    settings = front_settings(model_path=str(byte_folder))
     with (
         running_front(settings, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as running,
         running.http.stream("GET", "/dashboard/events") as answer,
@@ -158,7 +158,7 @@ def test_a_router_shows_all_its_engines_and_one_that_is_gone(
         fronts = [
             stack.enter_context(
                 running_front(
-                    FrontSettings(model_path=str(byte_folder), admin_api_key="admin"),
+                    front_settings(model_path=str(byte_folder), admin_api_key="admin"),
                     FakeEngine(endpoint=new_endpoint(), engine=f"e-{n}", vocab_size=267),
                 )
             )

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serinus.front import FrontSettings
 from serinus.testing.fake_engine import FakeEngine
-from serinus.testing.running_front import RunningFront, running_front
+from serinus.testing.running_front import RunningFront, front_settings, running_front
 
 MODULES = [{"path": "1_Pooling", "type": "x.Pooling"}, {"path": "2_Normalize", "type": "x.Normalize"}]
 
@@ -26,7 +25,7 @@ def embedder(byte_folder: Path, tmp_path: Path, new_endpoint: Callable[[], str])
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
     (folder / "modules.json").write_text(json.dumps(MODULES))
-    settings = FrontSettings(model_path=str(folder), served_model_name="canary")
+    settings = front_settings(model_path=str(folder), served_model_name="canary")
     with running_front(settings, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as running:
         yield running
 

@@ -15,13 +15,12 @@ from serinus.core.clock import WallClock
 from serinus.core.errors import BadRequest
 from serinus.core.grammar import Grammar
 from serinus.core.sampling import SamplingParams
-from serinus.front import FrontSettings
 from serinus.front.grammar_check import GrammarCheck
 from serinus.front.grammars import asked_grammar
 from serinus.front.metrics import FrontMetrics
 from serinus.front.schemas import ChatBody, NativeSampling
 from serinus.testing.fake_engine import FakeEngine
-from serinus.testing.running_front import RunningFront, running_front
+from serinus.testing.running_front import RunningFront, front_settings, running_front
 from serinus.text import GrammarVocabulary, Tokenizer
 from serinus.wire.messages import Ready
 
@@ -117,7 +116,7 @@ def test_a_front_checks_grammars_without_reading_the_vocabulary(
         raise AssertionError("the library reads a whole vocabulary, for which all streams would stand still")
 
     monkeypatch.setattr(GrammarVocabulary, "_read", read)
-    settings = FrontSettings(model_path=str(byte_folder), served_model_name="canary")
+    settings = front_settings(model_path=str(byte_folder), served_model_name="canary")
     with running_front(settings, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as front:
         for regex, status in (("a+", 200), ("([", 400)):
             answer = front.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "regex": regex})
@@ -126,7 +125,7 @@ def test_a_front_checks_grammars_without_reading_the_vocabulary(
 
 def test_a_server_without_a_tokenizer_says_so(new_endpoint: Callable[[], str], byte_folder: Path) -> None:
     engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, context_length=64)
-    with running_front(FrontSettings(model_path=str(byte_folder), skip_tokenizer_init=True), engine) as bare:
+    with running_front(front_settings(model_path=str(byte_folder), skip_tokenizer_init=True), engine) as bare:
         response = bare.post("/generate", {"input_ids": [1], "sampling_params": {"regex": "a"}})
         assert response.status_code == 400
         assert "runs without a tokenizer" in response.json()["error"]["message"]
@@ -171,7 +170,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_loop_goes_on(tokenizer
 
 
 def test_a_server_without_grammars_refuses_them_in_words(byte_folder: Path, new_endpoint: Callable[[], str]) -> None:
-    settings = FrontSettings(model_path=str(byte_folder), served_model_name="canary", grammars=False)
+    settings = front_settings(model_path=str(byte_folder), served_model_name="canary", grammar_backend="none")
     with running_front(settings, FakeEngine(endpoint=new_endpoint())) as front:
         answer = front.http.post("/v1/completions", json={"prompt": "x", "regex": "a+"})
         assert answer.status_code == 400

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serinus.front import FrontSettings
-from serinus.testing.running_front import RunningFront
+from serinus.testing.running_front import RunningFront, front_settings
 from serinus.testing.scripted_front import Script, scripted_front
 from tests.front.test_tools import USER, WEATHER, ask, prompt_of, streamed
 
@@ -29,7 +28,7 @@ Scripted = tuple[RunningFront, Script]
 
 @pytest.fixture(scope="module")
 def scripted(byte_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
-    settings = FrontSettings(chat_template=TEMPLATE)
+    settings = front_settings(chat_template=TEMPLATE)
     with scripted_front(byte_folder, f"ipc://{tmp_path_factory.mktemp('harmony')}/engine", settings) as both:
         yield both
 

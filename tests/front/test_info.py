@@ -14,11 +14,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from serinus.core.metrics import Metrics
-from serinus.front import FrontSettings
 from serinus.front.exposition import merge_expositions
 from serinus.front.metrics import FrontMetrics, RouterMetrics
 from serinus.testing.fake_engine import FakeEngine
-from serinus.testing.running_front import RunningFront, running_front
+from serinus.testing.running_front import RunningFront, front_settings, running_front
 from serinus.text import Tokenizer
 
 
@@ -182,7 +181,7 @@ def test_times_fall_into_buckets_as_prometheus_counts_them() -> None:
 
 def test_the_cache_is_flushed_unless_it_is_in_use(byte_folder: Path, new_endpoint: Callable[[], str]) -> None:
     engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, context_length=10_000, step_s=0.01)
-    with running_front(FrontSettings(model_path=str(byte_folder)), engine) as front:
+    with running_front(front_settings(model_path=str(byte_folder)), engine) as front:
         assert front.http.post("/flush_cache").text == "Cache flushed.\n"
         body = {"prompt": "x", "max_tokens": 2000, "stream": True}
         with front.http.stream("POST", "/v1/completions", json=body), httpx.Client(base_url=front.url) as other:

@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from serinus.front import FrontSettings
 from serinus.front.proofs import proof_of
 from serinus.testing.fake_engine import FakeEngine
-from serinus.testing.running_front import running_front
+from serinus.testing.running_front import front_settings, running_front
 from serinus.wire.messages import Generate
 
 ASK = {"prompt": "x", "max_tokens": 1}
@@ -48,7 +47,7 @@ def test_keys_open_what_they_should(
     user_status: int,
     admin_status: int,
 ) -> None:
-    settings = FrontSettings(model_path=str(byte_folder), api_key=api_key, admin_api_key=admin_key)
+    settings = front_settings(model_path=str(byte_folder), api_key=api_key, admin_api_key=admin_key)
     name = "x-api-key" if shown.startswith("x-api-key") else "authorization"
     headers = httpx.Headers([(name, shown.removeprefix("x-api-key "))] if shown else [], encoding="latin-1")
     with running_front(settings, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as front:
@@ -91,7 +90,7 @@ def test_a_prefill_engine_is_named_by_a_router_or_by_the_operator_never_by_a_cli
     key = settings.get("api_key", "none")
     headers = {"authorization": f"Bearer {key}", "x-serinus-prefill": address}
     headers["x-serinus-proof"] = proof_of(address, ["other", known]) if known else ""
-    made = FrontSettings(model_path=str(byte_folder), **settings)
+    made = front_settings(model_path=str(byte_folder), **settings)
     with running_front(made, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as front:
         assert front.http.post("/v1/completions", json=ASK, headers=headers).status_code == 200
         (asked,) = front.engine.of(Generate)

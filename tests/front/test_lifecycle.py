@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from serinus.core.clock import WallClock
 from serinus.front import EngineClient, EngineDown, FrontSettings, create_app
 from serinus.front.proofs import proof_of
 from serinus.testing.fake_engine import FakeEngine
-from serinus.testing.running_front import RunningFront, running_front, serving
+from serinus.testing.running_front import RunningFront, front_settings, running_front, serving
 from serinus.wire.messages import Abort, Generate, Message
 
 pytestmark = pytest.mark.slow
@@ -28,7 +27,7 @@ ASK: dict[str, Any] = {"prompt": "hello", "max_tokens": 100, "rid": "one"}
 
 @pytest.fixture
 def settings(byte_folder: Path) -> FrontSettings:
-    return FrontSettings(model_path=str(byte_folder), served_model_name="canary")
+    return front_settings(model_path=str(byte_folder), served_model_name="canary")
 
 
 def aborts(engine: FakeEngine) -> list[Abort]:
@@ -177,10 +176,10 @@ def test_an_engine_that_says_that_it_broke_is_gone(settings: FrontSettings, new_
 
 
 def test_health_says_that_the_engine_is_degraded_and_requests_are_still_answered(
-    settings: FrontSettings, new_endpoint: Callable[[], str]
+    byte_folder: Path, new_endpoint: Callable[[], str]
 ) -> None:
     engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, degraded="9 KV pages failed twice")
-    with running_front(replace(settings, watchdog_s_max=0.0), engine) as front:
+    with running_front(front_settings(model_path=str(byte_folder), watchdog_s_max=0.0), engine) as front:
         end = CLOCK.now() + 60
         while (answer := front.http.get("/health")).status_code != 503:
             assert CLOCK.now() < end
@@ -190,7 +189,7 @@ def test_health_says_that_the_engine_is_degraded_and_requests_are_still_answered
 
 
 def test_health_says_that_the_engine_stands_still_and_when_it_goes_on(
-    settings: FrontSettings, new_endpoint: Callable[[], str]
+    byte_folder: Path, new_endpoint: Callable[[], str]
 ) -> None:
     def ask_until(status: int) -> httpx.Response:
         end = CLOCK.now() + 60
@@ -200,7 +199,9 @@ def test_health_says_that_the_engine_stands_still_and_when_it_goes_on(
 
     engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, mute=True)
     stuck: list[str] = []
-    with running_front(replace(settings, watchdog_s_max=0.25), engine, on_stuck=stuck.append) as front:
+    with running_front(
+        front_settings(model_path=str(byte_folder), watchdog_s_max=0.25), engine, on_stuck=stuck.append
+    ) as front:
         answers = [ask_until(503), front.http.get("/server_info"), front.post("/v1/completions", ASK)]
         assert [answer.status_code for answer in answers] == [503] * 3
         assert all("has not ended its step" in answer.json()["error"]["message"] for answer in answers)
@@ -287,14 +288,14 @@ def test_a_second_stop_does_not_wait(settings: FrontSettings, new_endpoint: Call
 
 
 def test_health_generate_needs_a_token_in_time(byte_folder: Path, new_endpoint: Callable[[], str]) -> None:
-    settings = FrontSettings(model_path=str(byte_folder), health_generate_s_max=0.05)
+    settings = front_settings(model_path=str(byte_folder), health_generate_s_max=0.05)
     with running_front(settings, stalled(new_endpoint)) as front:
         response = front.http.get("/health_generate")
         assert response.status_code == 503
         front.engine.wait_for(lambda engine: not engine.running)
         front.engine.let_go()
         front.engine.wait_for(lambda engine: not engine.stall)
-    with running_front(FrontSettings(model_path=str(byte_folder)), FakeEngine(endpoint=new_endpoint())) as front:
+    with running_front(front_settings(model_path=str(byte_folder)), FakeEngine(endpoint=new_endpoint())) as front:
         assert front.http.get("/health_generate").status_code == 200
 
 
@@ -308,7 +309,7 @@ def test_a_tokenizer_that_does_not_load_is_reported(tmp_path: Path, new_endpoint
 
     with FakeEngine(endpoint=new_endpoint()) as engine:
         app = create_app(
-            FrontSettings(model_path=str(tmp_path / "none")), EngineClient(engine.endpoint), on_failed=on_failed
+            front_settings(model_path=str(tmp_path / "none")), EngineClient(engine.endpoint), on_failed=on_failed
         )
         with serving(app):
             assert told.wait(60)
@@ -316,7 +317,7 @@ def test_a_tokenizer_that_does_not_load_is_reported(tmp_path: Path, new_endpoint
 
 
 def test_a_server_without_a_tokenizer_takes_and_gives_ids(new_endpoint: Callable[[], str]) -> None:
-    settings = FrontSettings(model_path="toy", skip_tokenizer_init=True)
+    settings = front_settings(model_path="toy", skip_tokenizer_init=True)
     with running_front(settings, FakeEngine(endpoint=new_endpoint(), vocab_size=100)) as front:
         answer = front.post("/generate", {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}).json()
         assert (answer["text"], len(answer["output_ids"])) == ("", 4)
@@ -335,7 +336,7 @@ def test_a_server_without_a_tokenizer_takes_and_gives_ids(new_endpoint: Callable
 
 
 def test_a_lazy_tokenizer_loads_when_a_text_comes(byte_folder: Path, new_endpoint: Callable[[], str]) -> None:
-    settings = FrontSettings(model_path=str(byte_folder), lazy_tokenizer=True)
+    settings = front_settings(model_path=str(byte_folder), role="prefill")
     with running_front(settings, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as front:
         assert front.post("/tokenize", {"prompt": "the"}).json()["count"] == 2
 

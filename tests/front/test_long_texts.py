@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 
 from serinus.core.clock import WallClock
 from serinus.core.errors import BadRequest
-from serinus.front import EngineClient, FrontSettings, state
+from serinus.front import EngineClient, state
 from serinus.front.conversation import render_chat
 from serinus.front.exchange import HttpExchange
 from serinus.front.parse import parse_body
 from serinus.front.schemas import ChatBody, CompletionBody, GenerateBody
 from serinus.front.state import Front
-from serinus.testing.running_front import RunningFront
+from serinus.testing.running_front import RunningFront, front_settings
 from serinus.text import ChatTemplate, Tokenizer
 
 
 def front_of(folder: Path) -> Front:
     """A front whose engine never comes."""
-    return Front(FrontSettings(model_path=str(folder)), EngineClient("ipc:///nowhere"), WallClock())
+    return Front(front_settings(model_path=str(folder)), EngineClient("ipc:///nowhere"), WallClock())
 
 
 def threads_of(folder: Path, call: tuple[type, str], work: Callable[[Front], Awaitable[Any]]) -> set[bool]:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from serinus.core.rng import choice_seed
-from serinus.front import FrontSettings
 from serinus.testing.fake_engine import FakeEngine, fake_continue
-from serinus.testing.running_front import RunningFront, running_front
+from serinus.testing.running_front import RunningFront, front_settings, running_front
 from serinus.text import Tokenizer
 from serinus.wire.messages import Generate
 
@@ -219,7 +218,7 @@ def test_a_timeout_goes_to_the_engine_and_a_wrong_one_is_refused(front: RunningF
 
 def test_a_prompt_of_a_batch_that_fails_leaves_the_others_their_answers(byte_folder: Path, tmp_path: Path) -> None:
     engine = FakeEngine(endpoint=f"ipc://{tmp_path}/e", vocab_size=267, convicts=(66,))
-    settings = FrontSettings(model_path=str(byte_folder), served_model_name="canary")
+    settings = front_settings(model_path=str(byte_folder), served_model_name="canary")
     ask = {"input_ids": [[1, 2], [66, 3], [4, 5]], "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
     with running_front(settings, engine) as front:
         whole = front.post("/generate", ask)

@@ -10,9 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from serinus.front import FrontSettings
 from serinus.testing.fake_engine import FakeEngine
-from serinus.testing.running_front import RunningFront, running_front
+from serinus.testing.running_front import RunningFront, front_settings, running_front
 from serinus.wire.messages import Abort
 
 GREEDY: dict[str, Any] = {"model": "canary", "temperature": 0, "max_tokens": 5}
@@ -24,7 +23,7 @@ def front(byte_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     engine = FakeEngine(
         endpoint=endpoint, vocab_size=267, context_length=256, kv_canary="heal", convicts=(66,), step_s=0.001
     )
-    settings = FrontSettings(model_path=str(byte_folder), served_model_name="canary", engine="fake-0")
+    settings = front_settings(model_path=str(byte_folder), served_model_name="canary", engine="fake-0")
     with running_front(settings, engine) as running:
         yield running
 

@@ -15,9 +15,9 @@ import pytest
 from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
 from serinus.core.settings import ServerSettings
-from serinus.front import FrontSettings, RouterSettings, create_router_app
+from serinus.front import RouterSettings, create_router_app
 from serinus.testing.fake_engine import FakeEngine
-from serinus.testing.running_front import RunningFront, running_front, serving
+from serinus.testing.running_front import RunningFront, front_settings, running_front, serving
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +109,7 @@ def test_the_router_passes_the_id_on(front: RunningFront, lines: Lines) -> None:
 
 def test_load_counts_the_requests_that_are_being_answered(byte_folder: Path, new_endpoint: Callable[[], str]) -> None:
     engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, stall=True)
-    settings = FrontSettings(model_path=str(byte_folder), keep_alive_s=0.01)
+    settings = front_settings(model_path=str(byte_folder), keep_alive_s=0.01)
     with running_front(settings, engine) as front, httpx.Client(base_url=front.url) as other:
         assert other.get("/load").json() == {"server_load": 0}
         with front.http.stream("POST", "/v1/completions", json={**ONE, "stream": True}) as response:
@@ -133,7 +133,7 @@ def test_a_stream_shows_signs_of_life_until_its_first_token(
     byte_folder: Path, new_endpoint: Callable[[], str], path: str, body: dict[str, object], sign: str
 ) -> None:
     engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, stall=True)
-    with running_front(FrontSettings(model_path=str(byte_folder), keep_alive_s=0.01), engine) as front:
+    with running_front(front_settings(model_path=str(byte_folder), keep_alive_s=0.01), engine) as front:
         with front.http.stream("POST", path, json={**body, "stream": True}) as response:
             lines = response.iter_lines()
             assert [next(lines) for _ in range(6)] == [sign, ""] * 3
@@ -146,7 +146,7 @@ def test_a_stream_shows_signs_of_life_until_its_first_token(
 
 def test_what_fails_after_a_sign_of_life_is_an_event(byte_folder: Path, new_endpoint: Callable[[], str]) -> None:
     engine = FakeEngine(endpoint=new_endpoint(), vocab_size=267, stall=True)
-    with running_front(FrontSettings(model_path=str(byte_folder), keep_alive_s=0.01), engine) as front:
+    with running_front(front_settings(model_path=str(byte_folder), keep_alive_s=0.01), engine) as front:
         with front.http.stream("POST", "/v1/completions", json={**ONE, "stream": True}) as response:
             lines = response.iter_lines()
             assert next(lines) == ": keep-alive"
@@ -166,7 +166,7 @@ def test_flushing_takes_a_post(front: RunningFront) -> None:
 def open_front(byte_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFront]:
     """A front that pages of one origin may ask, with a key."""
     engine = FakeEngine(endpoint=f"ipc://{tmp_path_factory.mktemp('open')}/engine", vocab_size=267)
-    settings = FrontSettings(
+    settings = front_settings(
         model_path=str(byte_folder), api_key="secret", allowed_origins=("https://chat.example.com",)
     )
     with running_front(settings, engine) as running:

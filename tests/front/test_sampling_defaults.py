@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from serinus.core.sampling import SamplingParams
-from serinus.front import FrontSettings
 from serinus.testing.fake_engine import FakeEngine
-from serinus.testing.running_front import RunningFront, running_front
+from serinus.testing.running_front import RunningFront, front_settings, running_front
 from serinus.wire.messages import Generate
 
 DEFAULTS: dict[str, int | float] = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05, "max_new_tokens": 40}
@@ -24,7 +23,7 @@ def tuned(byte_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         endpoint=f"ipc://{tmp_path_factory.mktemp('tuned')}/engine",
         vocab_size=267, context_length=256, eos_ids=(257, 3), sampling_defaults=DEFAULTS,
     )  # fmt: skip
-    with running_front(FrontSettings(model_path=str(byte_folder), served_model_name="canary"), engine) as running:
+    with running_front(front_settings(model_path=str(byte_folder), served_model_name="canary"), engine) as running:
         yield running
 
 

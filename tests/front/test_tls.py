@@ -17,11 +17,11 @@ from serinus.cli.bench.transport import Target, trace_request
 from serinus.core.clock import WallClock
 from serinus.core.errors import ConfigError
 from serinus.core.settings import ServerSettings
-from serinus.front import FrontSettings, HttpServer, RouterSettings, create_router_app, server_tls
+from serinus.front import HttpServer, RouterSettings, create_router_app, server_tls
 from serinus.front.tls import ServerTls
 from serinus.front.upstream import NotConnected, fetch
 from serinus.testing.fake_engine import FakeEngine
-from serinus.testing.running_front import running_front, serving
+from serinus.testing.running_front import front_settings, running_front, serving
 
 PLACE = Path(__file__).parent / "certificates"
 FIRST, SECOND = (str(PLACE / f"{name}.crt") for name in ("first", "second"))
@@ -47,7 +47,7 @@ def tls_of(folder: Path) -> ServerTls:
 
 @contextmanager
 def engine_on_https(folder: Path, byte_folder: Path) -> Iterator[tuple[HttpServer, str]]:
-    settings = FrontSettings(model_path=str(byte_folder), served_model_name="canary")
+    settings = front_settings(model_path=str(byte_folder), served_model_name="canary")
     engine = FakeEngine(endpoint=f"ipc://{folder}/engine", vocab_size=267, context_length=256)
     with running_front(settings, engine, tls=tls_of(folder)) as front:
         yield front.server, front.url

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from serinus.front import FrontSettings
-from serinus.testing.running_front import RunningFront
+from serinus.testing.running_front import RunningFront, front_settings
 from serinus.testing.scripted_front import TOOL_TEMPLATE, Script, scripted_front
 from serinus.testing.small_tokenizers import make_byte_tokenizer
 
@@ -63,7 +62,7 @@ def call_text(family: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, ...]]:
     folder = tmp_path_factory.mktemp("rounds")
-    settings = FrontSettings(chat_template=TOOL_TEMPLATE, tool_call_parser=request.param)
+    settings = front_settings(chat_template=TOOL_TEMPLATE, tool_call_parser=request.param)
     with scripted_front(make_byte_tokenizer(folder / "byte"), f"ipc://{folder}/engine", settings) as (front, script):
         yield request.param, front, script
 

@@ -13,9 +13,10 @@ from serinus.core.clock import ManualClock, WallClock
 from serinus.core.config import RouterConfig, ServeConfig, from_names
 from serinus.core.errors import ConfigError
 from serinus.core.trace import SpanRecord
-from serinus.front import FrontSettings, RouterSettings, check_endpoint
+from serinus.front import RouterSettings, check_endpoint
 from serinus.front.router import Router
 from serinus.front.tracing import Tracing, make_tracing
+from serinus.testing.running_front import front_settings
 from tests.e2e.otlp import Receiver
 
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -150,7 +151,7 @@ def test_an_endpoint_that_does_not_answer_delays_the_end_by_little(endpoint: str
     ],
 )
 @pytest.mark.parametrize(
-    "settings", [FrontSettings, lambda **more: RouterSettings(decode_urls=("http://h:1",), **more)]
+    "settings", [front_settings, lambda **more: RouterSettings(decode_urls=("http://h:1",), **more)]
 )
 def test_an_endpoint_without_the_extra_is_refused_at_start(
     monkeypatch: pytest.MonkeyPatch, settings: Callable[..., object], endpoint: str, module: str
