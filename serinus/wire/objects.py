@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 
+from serinus.core.bounds import Name
 from serinus.core.errors import FrameError, SerinusError
 from serinus.wire.arrays import Payload, from_extension
 
-Item = tuple[str, msgspec.Raw]
+Item = tuple[Name, msgspec.Raw]
 """An object: its type's name, its fields."""
 
 

@@ -13,10 +13,9 @@ import msgspec
 
 from serinus.core.bounds import Count, Name, Text
 from serinus.wire.fields import Mac, MessageBase
+from serinus.wire.objects import Item
 
 Digest = Annotated[int, msgspec.Meta(ge=0)]
-Item = tuple[Name, msgspec.Raw]
-"""A command or an answer: its type's name, its fields."""
 
 
 class RankHello(MessageBase, frozen=True, kw_only=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +46,36 @@ class Recorder:
 
 def reference(path: Path, ids: list[int], dtype: torch.dtype) -> torch.Tensor:
     """Logits of transformers for a whole sequence at once, [T, V]."""
+    return references(path, [ids], dtype)[0]
+
+
+def references(path: Path, sequences: Sequence[list[int]], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The same of several, one after the other."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
     with torch.no_grad():
-        logits: torch.Tensor = model.eval()(torch.tensor([ids])).logits[0].float()
-    return logits
+        return [model(torch.tensor([ids])).logits[0].float() for ids in sequences]
+
+
+@dataclass(frozen=True, slots=True)
+class Bf16Errors:
+    """How far logits in bf16 are from those of transformers in fp32, mean over the vocabulary, [T] of all draws."""
+
+    ours: torch.Tensor
+    theirs: torch.Tensor
+
+
+def bf16_errors(path: Path, prompts: Sequence[list[int]], *, forget: bool = False) -> Bf16Errors:
+    """Of these prompts and the 64 greedy tokens behind each. One prompt alone says little: of two right engines the one
+    may be off by half or twice as much as the other. `forget`: as of `run_in_uneven_chunks`."""
+    direct, model = engine(path, torch.bfloat16)
+    sequences = [prompt + run_in_uneven_chunks(direct, prompt, forget=forget).output[:-1] for prompt in prompts]
+    truth, theirs = (
+        torch.cat([each[-DECODE_STEPS - 1 :] for each in references(path, sequences, dtype)])
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    return Bf16Errors((torch.cat(model.seen) - truth).abs().mean(-1), (theirs - truth).abs().mean(-1))
 
 
 def tied_tokens(path: Path, ids: list[int], apart: float = 1e-5) -> set[int]:

@@ -16,11 +16,11 @@ from serinus.models.small_checkpoints import FAMILIES
 from serinus.testing.direct import DirectEngine, DirectSeq
 from tests.models.parity import (
     GREEDY,
+    bf16_errors,
     check_handed_over_with_a_prefix,
     engine,
     equals_transformers,
     random_ids,
-    reference,
     run_in_uneven_chunks,
     tied_tokens,
 )
@@ -72,14 +72,8 @@ def test_fp32_logits_and_greedy_tokens_are_those_of_transformers(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", OWN)
 def test_bf16_logits_stay_as_close_to_fp32_as_those_of_transformers(checkpoints: dict[str, Path], family: str) -> None:
-    path = checkpoints[family]
-    prompt = random_ids(8, 100)
-    direct, model = engine(path, torch.bfloat16)
-    seq = run_in_uneven_chunks(direct, prompt)
-    ids = prompt + seq.output[:-1]
-    truth = reference(path, ids, torch.float32)[len(prompt) - 1 :]
-    theirs = (reference(path, ids, torch.bfloat16)[len(prompt) - 1 :] - truth).abs().mean(-1)
-    ours = (torch.cat(model.seen) - truth).abs().mean(-1)
+    errors = bf16_errors(checkpoints[family], [random_ids(seed, 100) for seed in range(8, 14)])
+    ours, theirs = errors.ours, errors.theirs
     if family in MIXTURES:  # where a near tie of experts falls the other way, a token's error is that of the wrong one
         assert float(ours.median()) < 1.25 * float(theirs.median())
         odd, odd_theirs = (int((rows > 6 * theirs.median()).sum()) for rows in (ours, theirs))

@@ -15,7 +15,7 @@ from serinus.models import load_model, load_spec
 from serinus.models.small_checkpoints import make_checkpoint, make_toy
 from serinus.testing.direct import DirectEngine
 from serinus.testing.oracle import toy_continue
-from tests.models.parity import GREEDY, engine, random_ids, reference, run_in_uneven_chunks
+from tests.models.parity import GREEDY, bf16_errors, engine, random_ids, reference, run_in_uneven_chunks
 
 PROMPT = random_ids(11, 230)
 TIED = {"tied": True, "tokenizer": False}
@@ -96,13 +96,9 @@ def test_bf16_answers_do_not_depend_on_what_is_below_the_window(sliding: dict[st
 def test_bf16_logits_far_beyond_the_window_stay_as_close_to_fp32_as_those_of_transformers(
     sliding: dict[str, Path], name: str
 ) -> None:
-    direct, model = engine(sliding[name], torch.bfloat16)
-    seq = run_in_uneven_chunks(direct, PROMPT, forget=True)
-    ids = PROMPT + seq.output[:-1]
-    truth = reference(sliding[name], ids, torch.float32)[len(PROMPT) - 1 :]
-    theirs = (reference(sliding[name], ids, torch.bfloat16)[len(PROMPT) - 1 :] - truth).abs().mean()
-    ours = (torch.cat(model.seen) - truth).abs().mean()
-    assert float(ours) < 1.25 * float(theirs)
+    prompts = [PROMPT, *(random_ids(seed, len(PROMPT)) for seed in (21, 22, 23))]
+    errors = bf16_errors(sliding[name], prompts, forget=True)
+    assert float(errors.ours.mean()) < 1.25 * float(errors.theirs.mean())
 
 
 def test_a_model_of_sliding_layers_alone_keeps_no_bytes_in_part_full(sliding: dict[str, Path]) -> None:
