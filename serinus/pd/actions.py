@@ -55,6 +55,8 @@ class AttachPeer:
     """Of the KV of the peer."""
     endpoints: tuple[bytes, ...]
     """How its memory is reached, one text per rank of it; one-sided backends."""
+    sends: bool = False
+    """KV goes from it to us."""
 
 
 PeerAction: TypeAlias = Send | OpenPeer | ClosePeer | AttachPeer

@@ -175,10 +175,11 @@ class Clients:
         if reason:
             self.refuse(peer, incarnation, hello, reason, out)
             return
-        mode = settings.capabilities_of(backend).mode
+        layout = RankLayout(hello.layout)
+        mode = settings.capabilities_of(backend).between(RankLayout(settings.layout), layout)
         self._clients[peer] = Client(
             peer=peer, engine=hello.engine, incarnation=incarnation, backend=backend, mode=mode,
-            layout=RankLayout(hello.layout), pulse=Pulse(ticked_at=now, said_at=now, step_s=hello.step_s_max),
+            layout=layout, pulse=Pulse(ticked_at=now, said_at=now, step_s=hello.step_s_max),
             lanes=tuple(Lane(rank=rank) for rank in range(self._rank_count)),
         )  # fmt: skip
         welcome = HelloOk(
@@ -222,7 +223,7 @@ class Clients:
         capabilities = settings.capabilities_of(name)
         if capabilities.same_host and (not hello.host or hello.host != settings.host):
             return f"{name} works within one machine and namespace of processes, and these are two"
-        if not capabilities.can_recut:
+        if capabilities.recut is None:
             reason = difference(settings.layout, hello.layout, can_recut=False, we_send=True)
             if reason:
                 return reason

@@ -15,7 +15,7 @@ from serinus.core.ids import GrantCounter
 from serinus.pd.actions import CancelReads, DecodeAction, Quarantine, Send
 from serinus.pd.arrival_account import ArrivalAccount
 from serinus.pd.decode_handoff import DecodeHandoff
-from serinus.pd.layout import RankLayout
+from serinus.pd.layout import RankLayout, is_same
 from serinus.pd.modes import Mode
 from serinus.pd.pages import HandoffOver
 from serinus.pd.quarantine import Quarantines, entry_of
@@ -90,7 +90,8 @@ class DecodeTable:
     def _remove(self, handoff: DecodeHandoff, out: list[DecodeAction]) -> None:
         del self._by_rid[handoff.rid]
         del self._rids[handoff.xid]
-        if self._layout.signature.stamp_bytes and handoff.mode is Mode.RECEIVER_CHECKED and handoff.account is not None:
+        account = handoff.account
+        if self._layout.signature.stamp_bytes and account is not None and not is_same(account.source, account.target):
             out.append(HandoffOver(peer=handoff.peer, xid=handoff.xid))
 
     def _quarantine(self, handoff: DecodeHandoff, now: float, out: list[DecodeAction]) -> bool:

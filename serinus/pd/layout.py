@@ -183,7 +183,7 @@ def difference(ours: LayoutSignature, theirs: LayoutSignature, *, can_recut: boo
     for name in (*_EQUAL, *(() if can_recut else _RECUT)):
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine != other:
-            rule = "; only shm and tcp cut pages anew, the data backend moves them whole" if name in _RECUT else ""
+            rule = "; the data backend moves pages whole, others cut them anew" if name in _RECUT else ""
             return f"layout differs in {name}: {mine!r} here, {other!r} there{rule}"
     try:
         _check(theirs)

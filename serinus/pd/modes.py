@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from serinus.core.errors import ConfigError
+from serinus.pd.layout import RankLayout, is_same
 
 
 class Mode(Enum):
@@ -42,18 +43,22 @@ class Capabilities:
     mode: Mode
     fence: Fence = Fence.NONE
     """Matters to PUSH alone."""
-    can_recut: bool = False
-    """Bytes can land in pages of another shape (TP, PP, page size)."""
+    recut: Mode | None = None
+    """The mode between engines whose pages differ in shape (TP, PP, page size); None = pages only go whole."""
     same_host: bool = False
     """Works only within one machine."""
     whole_chunks: bool = False
     """Pages move at the speed of memory: a message for all that a step computed, not for every few megabytes."""
 
+    def between(self, source: RankLayout, target: RankLayout) -> Mode:
+        """The mode between two engines that can exchange KV."""
+        return self.mode if self.recut is None or is_same(source, target) else self.recut
 
-_CHECKED = Capabilities(mode=Mode.RECEIVER_CHECKED, can_recut=True)
+
+_CHECKED = Capabilities(mode=Mode.RECEIVER_CHECKED, recut=Mode.RECEIVER_CHECKED)
 _KNOWN: Mapping[str, Capabilities] = {
     "local": _CHECKED,
-    "shm": Capabilities(mode=Mode.RECEIVER_CHECKED, can_recut=True, same_host=True),
+    "shm": Capabilities(mode=Mode.RECEIVER_CHECKED, recut=Mode.RECEIVER_CHECKED, same_host=True),
     "tcp": _CHECKED,
 }
 

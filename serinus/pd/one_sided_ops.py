@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from serinus.core.errors import ConfigError, TransferFailed
 from serinus.core.parts import PageStore, Part
 from serinus.pd.actions import AttachPeer, FencePeer
-from serinus.pd.backends import OneSided, OpResult, OpState, Region
+from serinus.pd.backends import OneSided, OpResult, OpState, Region, RowReader
 from serinus.pd.pages import MovePiece, RankFenced, TakeIn
+from serinus.pd.staged_reads import StagedRead
 
 T = TypeVar("T")
 
@@ -33,6 +37,8 @@ class OneSidedOps(Generic[T]):
         self._joined: dict[str, tuple[OneSided, tuple[int, ...]]] = {}
         """Of each peer: its backend, and the ranks of it that we are connected to."""
         self._ops: list[_Op[T]] = []
+        self._lent: dict[str, NDArray[np.uint8]] = {}
+        """Memory that is no pool, by the backend that may read into it."""
 
     def register(self, stores: Mapping[Part, PageStore]) -> dict[str, bytes]:
         """Make own pages reachable, once; endpoints by backend. Raises ConfigError: a store says not where it lies."""
@@ -47,6 +53,13 @@ class OneSidedOps(Generic[T]):
             if rank >= len(peer.endpoints):
                 raise TransferFailed(f"pd: {peer.peer} names {len(peer.endpoints)} endpoints, expected one of {rank=}")
             backend.connect(f"{peer.peer}/{rank}", peer.endpoints[rank])
+
+    def lend(self, peer: str, area: NDArray[np.uint8]) -> None:
+        """Pages of this peer will be read into this memory. Raises TransferFailed."""
+        backend = cast(RowReader, self._of(peer))
+        if self._lent.get(backend.name) is not area:
+            backend.lend(area)
+            self._lent[backend.name] = area
 
     def leave(self, peer: str) -> None:
         """Undo it. Operations under way are still polled to their end."""
@@ -76,6 +89,14 @@ class OneSidedOps(Generic[T]):
         backend = self._of(command.peer)
         name = f"{command.peer}/{command.source}"
         number = backend.read(name, command.part, command.pages, command.sources, command.digest_seed)
+        self._ops.append(_Op(backend=backend, number=number, token=token))
+
+    def read_rows(self, read: StagedRead, token: T) -> None:
+        """Begin to fill rows from pages of a source rank. Raises TransferFailed: nothing began."""
+        command, backend = read.command, cast(RowReader, self._of(read.command.peer))
+        assert read.rows is not None, f"pd: a read of {command.xid} without rows, expected some"
+        name = f"{command.peer}/{command.source}"
+        number = backend.read_rows(name, command.part, read.rows, command.sources)
         self._ops.append(_Op(backend=backend, number=number, token=token))
 
     def _of(self, peer: str) -> OneSided:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from serinus.core.clock import Clock
 from serinus.core.errors import ConfigError, DigestMismatch, InvariantError, TransferFailed
@@ -17,7 +20,7 @@ from serinus.core.parts import PageStore, Part
 from serinus.pd.actions import AttachPeer, CancelReads, ClosePeer, FencePeer
 from serinus.pd.backends import AnyBackend, Backend, OneSided, OpResult, OpState, Receiver, Sender
 from serinus.pd.integrity import check_digests, copy_in, copy_out, digest_stored, take
-from serinus.pd.layout import RankLayout
+from serinus.pd.layout import RankLayout, is_same
 from serinus.pd.modes import Mode
 from serinus.pd.one_sided_ops import OneSidedOps
 from serinus.pd.pages import (
@@ -34,6 +37,7 @@ from serinus.pd.pages import (
     Unstage,
     no_bytes,
 )
+from serinus.pd.staged_reads import STAGING_BYTES, StagedRead, StagedReads
 from serinus.pd.stores import Intake, check_stores
 
 PageCommand: TypeAlias = (
@@ -66,9 +70,10 @@ class PageWorker:
 
     def __init__(
         self, rank: int, *, layout: RankLayout, stores: Mapping[Part, PageStore], backends: Sequence[AnyBackend],
-        clock: Clock,
+        clock: Clock, staging_bytes: int = STAGING_BYTES,
     ) -> None:  # fmt: skip
-        """`layout`: of the whole engine; `stores`: of this rank; `backends`: this rank's own.
+        """`layout`: of the whole engine; `stores`: of this rank; `backends`: this rank's own; `staging_bytes`: for
+        pages that are read to be cut.
 
         Raises ConfigError: the stores are not those of the layout.
         """
@@ -77,7 +82,10 @@ class PageWorker:
         self._layout = layout
         self._stores = stores
         self._backends = {backend.name: backend for backend in frame_backends(backends)}
-        self._ops: OneSidedOps[PieceMoved | TakeIn] = OneSidedOps(one_sided_backends(backends))
+        self._ops: OneSidedOps[PieceMoved | TakeIn | StagedRead] = OneSidedOps(one_sided_backends(backends))
+        self._staged = StagedReads(staging_bytes)
+        self._late: list[PageAnswer] = []
+        """Of reads that ended without having begun."""
         self._clock = clock
         self._peers: dict[str, _Attached] = {}
 
@@ -110,10 +118,11 @@ class PageWorker:
             case ShareMemory():
                 return MemoryShared(endpoints=self._ops.register(self._stores))
             case CancelReads():
-                self._ops.cancel(lambda token: isinstance(token, TakeIn) and token.xid == command.xid)
+                self._cancel(command.xid)
             case FencePeer():
                 return self._ops.fence(command)
             case HandoffOver():
+                self._staged.cancel(command.xid)
                 attached = self._peers.get(command.peer)
                 if attached is not None and attached.intake is not None:
                     attached.intake.forget(command.xid)
@@ -121,12 +130,17 @@ class PageWorker:
 
     @property
     def busy(self) -> bool:
-        """Whether a one-sided operation is under way: its end is an answer."""
-        return self._ops.is_busy
+        """Whether a one-sided operation is under way, or waits for room: its end is an answer."""
+        return self._ops.is_busy or self._staged.is_waiting or bool(self._late)
 
     def answers(self) -> list[PageAnswer]:
         """Of operations that have ended since the last call. Never waits."""
-        return [self._ended(token, result) for token, result in self._ops.poll()] if self._ops.is_busy else []
+        if not self.busy:
+            return []
+        ended = [self._ended(token, result) for token, result in self._ops.poll()]
+        self._read_staged()
+        late, self._late = self._late, []
+        return [*ended, *late]
 
     def close(self) -> None:
         """Give back what is staged and mapped for all peers; then none reaches this rank's memory."""
@@ -141,11 +155,18 @@ class PageWorker:
         return backend
 
     def _attach(self, command: AttachPeer) -> PeerUnreachable | None:
-        self._peers[command.peer] = _Attached(peer=command)
+        attached = self._peers[command.peer] = _Attached(peer=command)
         if not self._ops.has(command.backend):
             return None
+        theirs = RankLayout(command.layout)
         try:
-            self._ops.join(command, (self.rank,))
+            if command.sends:
+                attached.intake = Intake(theirs, self._layout, self.rank, self._stores)
+                self._ops.join(command, attached.intake.sources())
+                if not attached.intake.is_same:
+                    self._ops.lend(command.peer, self._staged.area)
+            else:  # one of another layout reads, and is not reached by us
+                self._ops.join(command, (self.rank,) if is_same(self._layout, theirs) else ())
         except TransferFailed as error:
             return PeerUnreachable(peer=command.peer, reason=str(error))
         return None
@@ -215,14 +236,42 @@ class PageWorker:
     def _take_in(self, command: TakeIn) -> TakenIn | None:
         if command.mode is not Mode.PULL:
             return self._taken(command, OpResult(state=OpState.DONE))
+        attached = self._peers.get(command.peer)
+        if attached is not None and attached.intake is not None and not attached.intake.is_same:
+            wrong = self._staged.add(command, len(command.sources) * attached.intake.page_bytes(command))
+            self._read_staged()
+            return self._taken(command, OpResult(state=OpState.FAILED, error=wrong)) if wrong else None
         try:
             self._ops.read(command, command)
         except TransferFailed as error:
             return self._taken(command, OpResult(state=OpState.FAILED, error=str(error)))
         return None
 
-    def _ended(self, token: PieceMoved | TakeIn, result: OpResult) -> PieceMoved | TakenIn:
+    def _read_staged(self) -> None:
+        """Begin with reads that find room; those that cannot begin are over."""
+        while (read := self._staged.next()) is not None:
+            error = "" if read.is_wanted else _UNWANTED
+            try:
+                if not error:
+                    self._ops.read_rows(read, read)
+                    continue
+            except TransferFailed as failed:
+                error = str(failed)
+            self._staged.end(read)
+            self._late.append(self._taken(read.command, OpResult(state=OpState.FAILED, error=error)))
+
+    def _cancel(self, xid: str) -> None:
+        self._staged.cancel(xid)
+        self._ops.cancel(lambda token: not isinstance(token, PieceMoved) and _command(token).xid == xid)
+
+    def _ended(self, token: PieceMoved | TakeIn | StagedRead, result: OpResult) -> PieceMoved | TakenIn:
         """The answer for an operation that is over. Raises InvariantError: a read may still write into own pages."""
+        if isinstance(token, StagedRead):
+            if not token.is_wanted:
+                result = OpResult(state=OpState.FAILED, error=_UNWANTED)
+            answer = self._taken(token.command, result, token.rows)
+            self._staged.end(token)
+            return answer
         if isinstance(token, TakeIn):
             if result.state is OpState.LOST:
                 raise InvariantError(f"pd: a read from {token.peer} is lost ({result.error}), expected its end")
@@ -232,15 +281,16 @@ class PageWorker:
         status = PieceStatus.LOST if result.state is OpState.LOST else PieceStatus.FAILED
         return replace(token, status=status, reason=result.error)
 
-    def _taken(self, command: TakeIn, result: OpResult) -> TakenIn:
-        """Check what is in own pages, or is to be copied there; `result`: of the read, where there was one."""
+    def _taken(self, command: TakeIn, result: OpResult, rows: NDArray[np.uint8] | None = None) -> TakenIn:
+        """Check what is in own pages, or is to be copied there; `result`: of the read, where there was one; `rows`:
+        where it ended, if not in own pages."""
         start = self._clock.now()
         error, code = "", ""
         try:
             if result.state is not OpState.DONE:
                 raise TransferFailed(result.error or "the read failed")
-            if command.mode is Mode.RECEIVER_CHECKED:
-                self._fill(command)
+            if command.mode is Mode.RECEIVER_CHECKED or rows is not None:
+                self._fill(command, rows)
             else:
                 stored = self._stores[command.part]
                 found = result.digests or digest_stored(stored, command.pages, command.digest_seed)
@@ -254,20 +304,22 @@ class PageWorker:
             seconds=result.seconds + self._clock.now() - start,
         )  # fmt: skip
 
-    def _fill(self, command: TakeIn) -> None:
-        """What is digested is what was written, or is to be cut: bytes that change meanwhile cannot pass.
+    def _fill(self, command: TakeIn, rows: NDArray[np.uint8] | None) -> None:
+        """Copy source pages, from `rows` or where a receiver finds them, into own pages.
 
-        Raises TransferFailed: the bytes are not there; DigestMismatch: they are not what was sent.
+        What is digested is what was written, or is to be cut: bytes that change meanwhile cannot pass. Raises
+        TransferFailed: the bytes are not there; DigestMismatch: they are not what was sent.
         """
         attached = self._peers.get(command.peer)
         if attached is None:
             raise TransferFailed(f"pd: {command.peer} was closed before its pages were taken in")
-        if attached.receiver is None:
-            attached.receiver = self._backend(attached.peer.backend).receiver()
         if attached.intake is None:
             attached.intake = Intake(RankLayout(attached.peer.layout), self._layout, self.rank, self._stores)
         intake = attached.intake
-        rows = intake.rows_of(command, attached.receiver.fetch(command, command.payload.data))
+        if rows is None:
+            if attached.receiver is None:
+                attached.receiver = self._backend(attached.peer.backend).receiver()
+            rows = intake.rows_of(command, attached.receiver.fetch(command, command.payload.data))
         if intake.is_same:
             found = copy_in(self._stores[command.part], command.pages, rows, command.digest_seed)
             check_digests(found, command.digests, command.first)
@@ -275,6 +327,13 @@ class PageWorker:
             kept, found = take(rows, command.digest_seed)
             check_digests(found, command.digests, command.first)
             intake.fill(command, kept)
+
+
+_UNWANTED: Final = "pd: the handoff is over"
+
+
+def _command(token: TakeIn | StagedRead) -> TakeIn:
+    return token.command if isinstance(token, StagedRead) else token
 
 
 def frame_backends(backends: Sequence[AnyBackend]) -> list[Backend]:

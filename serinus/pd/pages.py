@@ -148,8 +148,8 @@ class TakenIn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffOver:
-    """Decode, receiver-checked, with stamps: no TakeIn of it comes any more; ranks forget what they know of it. No
-    answer."""
+    """Decode, where pages are cut anew, with stamps: no TakeIn of it comes any more, and of those under way nothing is
+    used; ranks forget what they know of it. No answer."""
 
     peer: str
     xid: str

@@ -174,7 +174,7 @@ class Registry:
         peer.routes = Routes(peer.layout, RankLayout(self._settings.layout))
         out.append(
             AttachPeer(
-                peer=peer.name, backend=message.backend, layout=message.layout, endpoints=message.endpoints
+                peer=peer.name, backend=message.backend, layout=message.layout, endpoints=message.endpoints, sends=True
             )
         )  # fmt: skip
         out.append(self._news(peer, "up", ""))
@@ -189,9 +189,11 @@ class Registry:
         if message.backend not in settings.backends:
             return f"it chose the data backend {message.backend!r}, expected one of {', '.join(settings.backends)}"
         capabilities = settings.capabilities_of(message.backend)
-        if message.mode != capabilities.mode.value:
-            return f"its mode for {message.backend} is {message.mode!r}, expected {capabilities.mode.value!r}"
-        return difference(settings.layout, message.layout, can_recut=capabilities.can_recut)
+        reason = difference(settings.layout, message.layout, can_recut=capabilities.recut is not None)
+        if reason:
+            return reason
+        mode = capabilities.between(RankLayout(message.layout), RankLayout(settings.layout)).value
+        return "" if message.mode == mode else f"its mode for {message.backend} is {message.mode!r}, expected {mode!r}"
 
     def fence(self, peer: Peer, out: list[DecodeAction]) -> None:
         """Cut its last connection off from our memory, before a new one is opened."""

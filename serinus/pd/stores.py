@@ -41,6 +41,7 @@ class Intake:
     ) -> None:  # fmt: skip
         self._source = source
         self._target = target
+        self._rank = rank
         self._stores = stores
         self.is_same = is_same(source, target)
         """A source page is a target page."""
@@ -50,9 +51,17 @@ class Intake:
                 self._cuts.setdefault((item.source_rank, item.part), []).append(item)
         self._stamps = StampIntake(source, target) if source.signature.stamp_bytes and not self.is_same else None
 
+    def sources(self) -> tuple[int, ...]:
+        """Ranks of the peer that have bytes of this rank."""
+        return (self._rank,) if self.is_same else tuple(sorted({source for source, _ in self._cuts}))
+
+    def page_bytes(self, command: TakeIn) -> int:
+        """Bytes of one page as the source rank of a command has it."""
+        return self._source.page_bytes(command.source, command.part)
+
     def rows_of(self, command: TakeIn, found: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The bytes that came as source pages, [G, page_bytes]."""
-        return found.reshape(-1, self._source.page_bytes(command.source, command.part))
+        return found.reshape(-1, self.page_bytes(command))
 
     def fill(self, command: TakeIn, rows: NDArray[np.uint8]) -> None:
         """Copy source pages into own pages.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from serinus.core.rng import Rng
@@ -32,6 +33,8 @@ _LATENT = 0.1
 
 _RANKED = 0.15
 """Worlds in which requests have priorities and deadlines."""
+_UNEQUAL = 0.3
+"""Worlds of NIXL and Mooncake in which the engines have unequal ranks and page sizes."""
 _STAGES = 0.5
 """Worlds in which the second decode engine has two stages instead of two slices."""
 _OVERLAPS = 0.5
@@ -42,29 +45,34 @@ _SPAN_S = 1.5
 
 def draw(
     seed: int, *, backend: str = "", slides: bool | None = None, canary: str | None = None, ranked: bool | None = None,
-    latent: bool | None = None,
+    latent: bool | None = None, unequal: bool | None = None,
 ) -> Scenario:  # fmt: skip
     """The scenario of a seed. `backend` fixes how pages travel, `slides` whether some layers see a window only,
-    `latent` whether, where none does, each layer has one row for keys and values, `canary` whether there is one: sound
-    (it must be silent), damaged (it must not), or empty = there is none; `ranked` whether requests have priorities and
+    `latent` whether, where none does, each layer has one row for keys and values, `unequal` whether engines that reach
+    into each other's memory have unequal ranks and page sizes, `canary` whether there is one: sound (it must be
+    silent), damaged (it must not), or empty = there is none; `ranked` whether requests have priorities and
     deadlines."""
     rng = Rng(seed).split("scenario")
     more = Rng(seed).split("more")  # of its own, so that what came later does not change what was drawn before
     shape = replace(_shape(rng, backend), optimistic=more.random() < 0.5)
     prefetch = more.choice(("none", "best_effort", "timeout", "wait_complete"))
     shape = replace(shape, engines=tuple(replace(e, prefetch=prefetch) if e.host_pages else e for e in shape.engines))
+    if shape.backend == "local" and not backend and Rng(seed).split("shared memory").random() < 0.5:
+        shape = replace(shape, backend="shm")
+    if shape.backend == "pull" and not backend and Rng(seed).split("device memory").random() < 0.5:
+        shape = replace(shape, backend="ipc")
+    cuts = Rng(seed).split("unequal")
+    is_unequal = shape.backend in ("push", "pull") and (cuts.random() < _UNEQUAL if unequal is None else unequal)
+    if is_unequal:
+        shape = replace(shape, engines=tuple(_reshaped(shape.engines, *_ranks(cuts))))
     window = Rng(seed).split("sliding")
     if window.random() < _SLIDING if slides is None else slides:
         shape = _sliding(window, shape)
     elif Rng(seed).split("latent").random() < _LATENT if latent is None else latent:
         shape = replace(shape, slides="L" * shape.layers, heads=1)
-        if shape.backend in ONE_SIDED:  # whole pages go from rank to rank, and the product has one of them
+        if shape.backend == "ipc":  # whole pages go from rank to rank, and the product has one of them
             shape = replace(shape, engines=tuple(replace(engine, tp=1) for engine in shape.engines))
-    if shape.backend == "local" and not backend and Rng(seed).split("shared memory").random() < 0.5:
-        shape = replace(shape, backend="shm")
-    if shape.backend == "pull" and not backend and Rng(seed).split("device memory").random() < 0.5:
-        shape = replace(shape, backend="ipc")
-    if shape.backend not in ONE_SIDED and Rng(seed).split("stages").random() < _STAGES:
+    if (shape.backend not in ONE_SIDED or is_unequal) and Rng(seed).split("stages").random() < _STAGES:
         engines = [replace(e, tp=1, pp=2) if e.name == "d1" else e for e in shape.engines]
         shape = replace(shape, engines=tuple(engines))
     if shape.backend not in ("push", "pull"):
@@ -94,9 +102,7 @@ def _shape(rng: Rng, backend: str) -> Shape:
         ranks = dict.fromkeys(("p0", "p1", "d0", "d1"), (tp, pp))
         sizes = dict.fromkeys(ranks, 4)
     else:
-        ranks = {"p0": (2, 2), "p1": rng.choice(((2, 2), (1, 1))), "d0": (1, 1), "d1": (2, 1)}
-        other = rng.choice((4, 4, 2, 8))
-        sizes = {"p0": rng.choice((4, other)), "p1": other, "d0": 4, "d1": rng.choice((4, other))}
+        ranks, sizes = _ranks(rng)
     chunk, host = rng.choice((8, 16, 40)), rng.choice((0, 0, 9, 25))
     policy = rng.choice(("write_through", "write_through_selective", "write_back"))
     engines = tuple(
@@ -109,6 +115,23 @@ def _shape(rng: Rng, backend: str) -> Shape:
     )  # fmt: skip
     secret = rng.choice(("", "", "", "open sesame"))
     return Shape(engines=engines, backend=backend, secret=secret)
+
+
+def _ranks(rng: Rng) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """Unequal ones: (tp, pp) and page size, by engine."""
+    ranks = {"p0": (2, 2), "p1": rng.choice(((2, 2), (1, 1))), "d0": (1, 1), "d1": (2, 1)}
+    other = rng.choice((4, 4, 2, 8))
+    return ranks, {"p0": rng.choice((4, other)), "p1": other, "d0": 4, "d1": rng.choice((4, other))}
+
+
+def _reshaped(
+    engines: tuple[EngineShape, ...], ranks: Mapping[str, tuple[int, int]], sizes: Mapping[str, int]
+) -> Iterator[EngineShape]:  # fmt: skip
+    """The same engines with other ranks and page sizes, and room for as many tokens."""
+    for engine in engines:
+        size, (tp, pp) = sizes[engine.name], ranks[engine.name]
+        pages = 1 + (engine.pages - 1) * engine.page_size // size
+        yield replace(engine, tp=tp, pp=pp, page_size=size, pages=pages)
 
 
 def _with_canary(rng: Rng, scenario: Scenario, kind: str) -> Scenario:

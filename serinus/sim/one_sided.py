@@ -8,6 +8,7 @@ still; only the end of an agent or engine stops what others began on its memory.
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -73,6 +74,8 @@ class Card:
                 if writes:
                     store.check_write(pages)
                 return view
+        if self.reaches([address], [byte_count]):  # of no pool: what is there is checked before it is used
+            return np.ctypeslib.as_array((ctypes.c_uint8 * byte_count).from_address(address))
         raise AssertionError(f"sim: {self.session} has no memory at {address:#x}")
 
     def look(self) -> None:
@@ -355,7 +358,7 @@ class SimTransferEngine:
 
 
 class SimWrite:
-    """One call of a transfer engine that writes and waits."""
+    """One call of a transfer engine that writes, or reads, and waits."""
 
     def __init__(self, fabric: Fabric, transfer: Transfer, strips: Strips) -> None:
         self.transfer, self.strips = transfer, strips
@@ -385,15 +388,15 @@ class SimWrite:
 
 
 class SimWriter:
-    """Writes to one peer, one after the other (pd.backends.mooncake.Writer)."""
+    """Writes to one peer, or reads from it, one after the other (pd.backends.mooncake.Writer)."""
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
         self._writes: deque[SimWrite] = deque()
 
-    def submit(self, engine: SimTransferEngine, session: str, strips: Strips) -> SimWrite:
+    def submit(self, engine: SimTransferEngine, session: str, strips: Strips, *, reads: bool = False) -> SimWrite:
         assert engine.card is not None, "sim: the engine is not initialized"
-        transfer = Transfer(own=engine.card, session=session, pushes=True, over=self._go_on)
+        transfer = Transfer(own=engine.card, session=session, pushes=not reads, over=self._go_on)
         self._writes.append(SimWrite(self._fabric, transfer, strips))
         written = self._writes[-1]
         self._go_on()

@@ -29,16 +29,28 @@ def test_ranks_hand_over_to_their_counterparts(tmp_path: Path, backend: str, tp:
         assert count(engines.decode, "kv_transfer_pages") > 20
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"tp_size": 2}, {}),
+        ({}, {"tp_size": 2}),
+        ({"pp_size": 2}, {"tp_size": 2}),
+        ({"page_size": 8}, {"page_size": 4, "tp_size": 2}),
+    ],
+)
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
-def test_layouts_that_differ_are_refused_in_words_and_computed_here(tmp_path: Path, backend: str) -> None:
+def test_ranks_read_whole_pages_of_engines_that_are_cut_otherwise(
+    tmp_path: Path, backend: str, ours: dict[str, int], theirs: dict[str, int]
+) -> None:
     toy = make_toy(tmp_path, vocab=64, context=128, layers=4, kv_heads=4, tokenizer=False)
-    with pair(toy, {"tp_size": 2}, {}, backend) as engines:
-        prompt = list(range(30))
-        engines.add("r", prompt, 5)
+    spec = load_spec(toy)
+    prompts = {f"r{i}": [(7 * i + j) % 64 for j in range(3 + 9 * i)] for i in range(5)}
+    with pair(toy, ours, theirs, backend, kv_canary="raise", kv_canary_real_data="all") as engines:
+        for rid, prompt in prompts.items():
+            engines.add(rid, prompt, 7)
         engines.run()
-        assert engines.tokens("r") == toy_continue(load_spec(toy), prompt, 5)
-        assert engines.decode.built.metrics.by_labels("num_recomputed_requests")
-        assert [peer.reason for peer in engines.port_of(engines.decode).machine.peers] == [
-            "pd: layout differs in tp: 2 here, 1 there; only shm and tcp cut pages anew, the data backend moves them"
-            " whole"
-        ]
+        assert {rid: engines.tokens(rid) for rid in prompts} == {
+            rid: toy_continue(spec, prompt, 7) for rid, prompt in prompts.items()
+        }
+        assert count(engines.decode, "num_transfer_failed_reqs") == 0
+        assert count(engines.decode, "kv_transfer_pages") > 20

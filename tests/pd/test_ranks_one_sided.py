@@ -35,7 +35,7 @@ from serinus.wire import Gone
 from tests.pd.test_late import Store
 from tests.pd.tiny import LAYOUT, make_settings
 
-PUSH = Capabilities(mode=Mode.PUSH, fence=Fence.CLOSE)
+PUSH = MooncakeBackend.capabilities
 LAYOUT_2 = msgspec.structs.replace(LAYOUT, kv_head_count=2, tp=2)
 
 

@@ -123,7 +123,7 @@ def test_a_backend_that_moves_whole_pages_says_so_when_they_greet() -> None:
         prefill = PrefillSide(replace(settings, layout=here))
         (answer,) = sent(tell(prefill, "in-1", Hello(engine="d", role="decode", layout=there, backends=("b",))))
         assert isinstance(answer, HelloNo)
-        assert f"in {name}: {2 * value} here, {value} there; only shm and tcp cut pages anew" in answer.reason
+        assert f"in {name}: {2 * value} here, {value} there; the data backend moves pages whole" in answer.reason
 
 
 def answered(page_size: int = 4, host: str = "here", **reach: Any) -> tuple[Any, list[PeerChanged]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from serinus.pd.backends import CudaIpcBackend, MooncakeBackend, NixlBackend, OpResult, OpState, Staged
 from serinus.pd.backends.shm import _ShmSender
+from serinus.sim import draw
 from serinus.sim.one_sided import SimAgent, SimTransferEngine
 from tests.sim.canary_mutants import damaged
 from tests.sim.hunting import mutant, replaced
@@ -86,6 +87,15 @@ def trusting() -> Iterator[None]:
 
     with replaced(page_worker, "check_digests", lambda *rest: None), replaced(DecodeTable, "land_if_whole", land):
         yield
+
+
+@mutant("a read into rows is over when it has begun", world=lambda seed: draw(seed, backend="pull", unequal=True))
+def rows_over_at_once() -> Iterator[None]:
+    """...and nothing compares what is there with what was sent."""
+    import serinus.pd.page_worker as page_worker
+
+    with replaced(page_worker, "check_digests", lambda *rest: None):
+        yield from _over_at_once(NixlBackend)
 
 
 @mutant("a write that failed is over", "push")

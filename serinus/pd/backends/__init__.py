@@ -22,9 +22,11 @@ from serinus.pd.backends.one_sided import (
     OpResult,
     OpState,
     Region,
+    RowReader,
     Strips,
     pack_endpoint,
     strips_between,
+    strips_into_rows,
     strips_of_part,
     unpack_endpoint,
 )
@@ -48,6 +50,7 @@ __all__ = [
     "Pull",
     "Receiver",
     "Region",
+    "RowReader",
     "Sender",
     "SharedAllocation",
     "ShmBackend",
@@ -60,6 +63,7 @@ __all__ = [
     "pack_endpoint",
     "shm_works",
     "strips_between",
+    "strips_into_rows",
     "strips_of_part",
     "unpack_endpoint",
 ]

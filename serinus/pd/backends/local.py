@@ -17,7 +17,7 @@ class LocalBackend:
     """One object, given to both engines."""
 
     name = "local"
-    capabilities = Capabilities(mode=Mode.RECEIVER_CHECKED, can_recut=True)
+    capabilities = Capabilities(mode=Mode.RECEIVER_CHECKED, recut=Mode.RECEIVER_CHECKED)
 
     def __init__(self, staging_bytes: int = 256 << 20) -> None:
         """`staging_bytes`: what one connection may have staged at once."""

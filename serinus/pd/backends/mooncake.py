@@ -1,5 +1,7 @@
 """Pages through Mooncake's transfer engine over TCP: the prefill engine writes into decode's pool (push, mode B).
 
+Between unequal layouts decode reads them instead (pull), into memory that is no pool, and cuts them there.
+
 What makes it safe, measured with mooncake-transfer-engine-non-cuda 0.3.13: memory that was unregistered refuses *new*
 writes, but a write under way goes on into it; destroying the engine, which closes its sockets, ends those too. So the
 fence is to destroy our engine and make another one, at another port: all peers are cut off, and greet again. A write
@@ -28,6 +30,7 @@ from serinus.pd.backends.one_sided import (
     Region,
     Strips,
     pack_endpoint,
+    strips_into_rows,
     strips_of_part,
     unpack_endpoint,
 )
@@ -37,7 +40,7 @@ _PENDING = OpResult(state=OpState.PENDING)
 
 
 class Write(Protocol):
-    """A write that was handed to a writer, as concurrent.futures.Future says it."""
+    """A write, or a read, that was handed to a writer, as concurrent.futures.Future says it."""
 
     def done(self) -> bool:
         """Whether the call of the engine has returned, or will never be made."""
@@ -53,11 +56,11 @@ class Write(Protocol):
 
 
 class Writer(Protocol):
-    """Writes to one peer, one after the other. The engine's calls wait: a peer that does not take its bytes does not
-    hold up those of others."""
+    """Writes to one peer, or reads from it, one after the other. The engine's calls wait: a peer that does not take its
+    bytes does not hold up those of others."""
 
-    def submit(self, engine: Any, session: str, strips: Strips) -> Write:
-        """Write these as soon as those before them are written."""
+    def submit(self, engine: Any, session: str, strips: Strips, *, reads: bool = False) -> Write:
+        """Write (or read) these as soon as those before them are written."""
 
     def end(self, *, wait: bool) -> None:
         """Take no more; `wait` until those that were submitted are over."""
@@ -80,11 +83,18 @@ class _Peer:
     writer: Writer
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Op:
+    peer: str
+    call: Write
+    reads: bool
+
+
 class MooncakeBackend:
     """A backend over one mooncake transfer engine."""
 
     name = "mooncake"
-    capabilities = Capabilities(mode=Mode.PUSH, fence=Fence.CLOSE)
+    capabilities = Capabilities(mode=Mode.PUSH, fence=Fence.CLOSE, recut=Mode.PULL)
 
     def __init__(self, host: str = "127.0.0.1", library: MooncakeLibrary | None = None) -> None:
         """`host`: where peers reach this process. The engine listens on all interfaces, whatever this says. `library`:
@@ -95,8 +105,9 @@ class MooncakeBackend:
         self._library = _installed() if library is None else library
         self._host = bare_host(host)
         self._regions: tuple[Region, ...] = ()
+        self._lent: list[NDArray[np.uint8]] = []
         self._peers: dict[str, _Peer] = {}
-        self._ops: dict[int, tuple[str, Write]] = {}
+        self._ops: dict[int, _Op] = {}
         self._last_op = 0
         self._engine: Any = None
         self._start()
@@ -126,6 +137,15 @@ class MooncakeBackend:
         for region in self._regions:
             if region.byte_count and self._engine.register_memory(region.address, region.byte_count):
                 raise ConfigError(f"pd: Mooncake cannot register {region.byte_count} bytes of part {region.part.name}")
+        for rows in self._lent:
+            if self._engine.register_memory(rows.ctypes.data, rows.nbytes):
+                raise ConfigError(f"pd: Mooncake cannot register {rows.nbytes} bytes to read into")
+
+    def lend(self, rows: NDArray[np.uint8]) -> None:
+        """Make own memory ready for `read_rows`. Raises TransferFailed: Mooncake cannot register it."""
+        if self._engine.register_memory(rows.ctypes.data, rows.nbytes):
+            raise TransferFailed(f"pd: Mooncake cannot register {rows.nbytes} bytes to read into")
+        self._lent.append(rows)
 
     @property
     def endpoint(self) -> bytes:
@@ -173,8 +193,8 @@ class MooncakeBackend:
         """Destroy the engine. No other reference may be kept: its sockets are closed when the last reference goes."""
         for known in self._peers.values():
             known.writer.end(wait=True)
-        for _peer, write in self._ops.values():
-            write.cancel()
+        for op in self._ops.values():
+            op.call.cancel()
         self._peers.clear()
         self._engine = None
         self._library.collect()
@@ -186,39 +206,53 @@ class MooncakeBackend:
 
         Raises TransferFailed: the peer is not connected, or its pages differ in shape from ours.
         """
-        known = self._peers.get(peer)
-        if known is None:
+        strips = strips_of_part(self._regions, self._at(peer).endpoint.regions, part, pages, targets)
+        return self._begin(peer, strips, reads=False)
+
+    def read_rows(self, peer: str, part: Part, rows: NDArray[np.uint8], sources: NDArray[np.int32]) -> int:
+        """Begin to fill rows, lent before, from the peer's pages; as `write`."""
+        strips = strips_into_rows(rows, self._at(peer).endpoint.regions, part, sources)
+        return self._begin(peer, strips, reads=True)
+
+    def _at(self, peer: str) -> _Peer:
+        if peer not in self._peers:
             raise TransferFailed(f"pd: {peer} is not connected")
-        strips = strips_of_part(self._regions, known.endpoint.regions, part, pages, targets)
+        return self._peers[peer]
+
+    def _begin(self, peer: str, strips: Strips, *, reads: bool) -> int:
+        known = self._peers[peer]
         self._last_op += 1
-        self._ops[self._last_op] = (peer, known.writer.submit(self._engine, known.session, strips))
+        call = known.writer.submit(self._engine, known.session, strips, reads=reads)
+        self._ops[self._last_op] = _Op(peer=peer, call=call, reads=reads)
         return self._last_op
 
     def read(
         self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32], digest_seed: int = 0
     ) -> int:
-        """Not used in push mode, where prefill writes. Raises InvariantError: always."""
-        raise InvariantError("pd: mooncake is used to write only, expected no read")
+        """Not used: where pages go whole prefill writes. Raises InvariantError: always."""
+        raise InvariantError("pd: mooncake reads no pages into a pool, expected none to be asked for")
 
     def poll(self, op: int) -> OpResult:
-        """How a write is, without waiting; one that Mooncake failed is LOST. Raises InvariantError: unknown number."""
+        """How it is, without waiting; a write that Mooncake failed is LOST. Raises InvariantError: unknown number."""
         if op not in self._ops:
             raise InvariantError(f"pd: operation {op} is not under way, expected one that is")
-        peer, write = self._ops[op]
-        if not write.done():
+        found = self._ops[op]
+        if not found.call.done():
             return _PENDING
         del self._ops[op]
-        if write.cancelled():
-            return OpResult(state=OpState.FAILED, error=f"pd: the write to {peer} was not begun")
-        code = write.result()
+        did = f"read from {found.peer}" if found.reads else f"write to {found.peer}"
+        if found.call.cancelled():
+            return OpResult(state=OpState.FAILED, error=f"pd: the {did} was not begun")
+        code = found.call.result()
         if code:
-            return OpResult(state=OpState.LOST, error=f"pd: Mooncake failed to write to {peer} (code {code})")
+            state = OpState.FAILED if found.reads else OpState.LOST
+            return OpResult(state=state, error=f"pd: Mooncake failed to {did} (code {code})")
         return OpResult(state=OpState.DONE)
 
     def cancel(self, op: int) -> None:
-        """A write that waits for its turn is taken back; it ends as FAILED."""
+        """One that waits for its turn is taken back; it ends as FAILED."""
         if op in self._ops:
-            self._ops[op][1].cancel()
+            self._ops[op].call.cancel()
 
     def close(self) -> None:
         """Wait for our writes under way, then destroy the engine: no peer reaches our memory any more."""
@@ -232,8 +266,8 @@ class _Thread:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mooncake")
 
-    def submit(self, engine: Any, session: str, strips: Strips) -> Future[int]:
-        return self._pool.submit(_write, engine, session, strips)
+    def submit(self, engine: Any, session: str, strips: Strips, *, reads: bool = False) -> Future[int]:
+        return self._pool.submit(_move, engine, session, strips, reads)
 
     def end(self, *, wait: bool) -> None:
         self._pool.shutdown(wait=wait)
@@ -251,7 +285,7 @@ def _installed() -> MooncakeLibrary:
     return MooncakeLibrary(engine=TransferEngine, writer=_Thread)
 
 
-def _write(engine: Any, session: str, strips: Strips) -> int:
-    """Write and wait; 0 = all bytes are there."""
-    addresses = strips.local.tolist(), strips.remote.tolist(), strips.byte_counts.tolist()
-    return int(engine.batch_transfer_sync_write(session, *addresses))
+def _move(engine: Any, session: str, strips: Strips, reads: bool) -> int:
+    """Write, or read, and wait; 0 = all bytes are there."""
+    call = engine.batch_transfer_sync_read if reads else engine.batch_transfer_sync_write
+    return int(call(session, strips.local.tolist(), strips.remote.tolist(), strips.byte_counts.tolist()))

@@ -23,7 +23,9 @@ from serinus.pd.backends.one_sided import (
     OpResult,
     OpState,
     Region,
+    Strips,
     pack_endpoint,
+    strips_into_rows,
     strips_of_part,
     unpack_endpoint,
 )
@@ -53,7 +55,7 @@ class NixlBackend:
     """One NIXL agent. Its progress runs in a thread of its own, so a peer can read while we compute."""
 
     name = "nixl"
-    capabilities = Capabilities(mode=Mode.PULL)
+    capabilities = Capabilities(mode=Mode.PULL, recut=Mode.PULL)
 
     def __init__(self, agent_name: str, library: NixlLibrary | None = None) -> None:
         """`agent_name`: differs between any two processes, restarts included; `library`: None = the package.
@@ -66,6 +68,7 @@ class NixlBackend:
         self._lives = 0
         self._agent: Any = None
         self._regions: tuple[Region, ...] = ()
+        self._lent: list[NDArray[np.uint8]] = []
         self._peers: dict[str, tuple[str, Endpoint]] = {}
         """Name of a peer -> what NIXL calls it, and its memory."""
         self._endpoints: dict[str, bytes] = {}
@@ -99,12 +102,21 @@ class NixlBackend:
         self._register()
         return self.endpoint
 
-    def _register(self) -> None:
-        rows = [(region.address, region.byte_count, 0, "") for region in self._regions if region.byte_count]
+    def lend(self, rows: NDArray[np.uint8]) -> None:
+        """Make own memory ready for `read_rows`. Raises TransferFailed: NIXL cannot register it."""
         try:
-            self._agent.register_memory(rows, _MEMORY, backends=["UCX"])
+            self._agent.register_memory([(rows.ctypes.data, rows.nbytes, 0, "")], _MEMORY, backends=["UCX"])
         except self._errors as error:
-            raise ConfigError(f"pd: NIXL cannot register {len(rows)} pools: {error!r}") from None
+            raise TransferFailed(f"pd: NIXL cannot register {rows.nbytes} bytes to read into: {error!r}") from None
+        self._lent.append(rows)
+
+    def _register(self) -> None:
+        spans = [(region.address, region.byte_count) for region in self._regions if region.byte_count]
+        spans += [(rows.ctypes.data, rows.nbytes) for rows in self._lent]
+        try:
+            self._agent.register_memory([(*span, 0, "") for span in spans], _MEMORY, backends=["UCX"])
+        except self._errors as error:
+            raise ConfigError(f"pd: NIXL cannot register {len(spans)} pieces of memory: {error!r}") from None
 
     @property
     def endpoint(self) -> bytes:
@@ -184,10 +196,20 @@ class NixlBackend:
 
         Raises TransferFailed: the peer is not connected, its pages differ in shape from ours, or NIXL refuses the read.
         """
-        remote, endpoint = self._peers.get(peer, ("", None))
-        if endpoint is None:
+        endpoint = self._endpoint_of(peer)
+        return self._begin(peer, strips_of_part(self._regions, endpoint.regions, part, pages, sources))
+
+    def read_rows(self, peer: str, part: Part, rows: NDArray[np.uint8], sources: NDArray[np.int32]) -> int:
+        """Begin to fill rows, lent before, from the peer's pages; as `read`."""
+        return self._begin(peer, strips_into_rows(rows, self._endpoint_of(peer).regions, part, sources))
+
+    def _endpoint_of(self, peer: str) -> Endpoint:
+        if peer not in self._peers:
             raise TransferFailed(f"pd: {peer} is not connected")
-        strips = strips_of_part(self._regions, endpoint.regions, part, pages, sources)
+        return self._peers[peer][1]
+
+    def _begin(self, peer: str, strips: Strips) -> int:
+        remote = self._peers[peer][0]
         zeros = np.zeros_like(strips.local)
         try:
             local = self._agent.get_xfer_descs(

@@ -1,7 +1,8 @@
 """What a one-sided data backend is: it reads or writes another process's pages while that process does something else.
 
-Pages go whole, between ranks of equal layout, from pool to pool: nothing is staged. What may move when is decided
-by the handoff machines; this face only says when an operation is over, and never says so too early. Torch-free.
+Pages go whole: between ranks of equal layout from pool to pool, else from a pool into rows of memory that is not one.
+What may move when is decided by the handoff machines; this face only says when an operation is over, and never says so
+too early. Torch-free.
 """
 
 from __future__ import annotations
@@ -158,6 +159,17 @@ class OneSided(Protocol):
         """Give everything back; when it returns no peer reaches our memory any more."""
 
 
+class RowReader(OneSided, Protocol):
+    """A backend that also reads pages into memory which is no pool (capabilities.recut is PULL)."""
+
+    def lend(self, rows: NDArray[np.uint8]) -> None:
+        """Make own memory ready for `read_rows`; no peer reaches it. Raises TransferFailed: the library refuses it."""
+
+    def read_rows(self, peer: str, part: Part, rows: NDArray[np.uint8], sources: NDArray[np.int32]) -> int:
+        """Begin to fill rows[G, page_bytes of the peer], lent before, from the peer's pages; as `read`. After FAILED
+        some of it may still come: what is in the rows is checked before it is used."""
+
+
 def check_match(ours: Region, theirs: Region, pages: NDArray[np.int32], others: NDArray[np.int32]) -> None:
     """Whether own `pages` and the peer's `others` may be moved onto each other.
 
@@ -194,6 +206,33 @@ def strips_between(ours: Region, theirs: Region, pages: NDArray[np.int32], other
 
     sizes = np.broadcast_to(counts * ours.strip_bytes, (ours.lane_count, len(counts)))
     return Strips(local=addresses(ours, pages), remote=addresses(theirs, others), byte_counts=sizes.reshape(-1))
+
+
+def strips_into_rows(
+    rows: NDArray[np.uint8], theirs: Sequence[Region], part: Part, sources: NDArray[np.int32]
+) -> Strips:  # fmt: skip
+    """What to read so that rows[G, Y], contiguous, are pages of the peer as `read_pages` gives them there.
+
+    Raises TransferFailed: its pages have another size, or there are no such pages.
+    """
+    other = [region for region in theirs if region.part == part]
+    page_bytes = sum(region.lane_count * region.strip_bytes for region in other)
+    if rows.shape != (len(sources), page_bytes) or not len(sources):
+        raise TransferFailed(f"pd: rows of shape {rows.shape} for {len(sources)} pages of {page_bytes} bytes")
+    starts_G1 = rows.ctypes.data + page_bytes * np.arange(len(sources), dtype=np.int64)[:, None]
+    local, remote, counts = [], [], []
+    for region in other:
+        if sources.min() < 1 or sources.max() >= region.page_count:
+            raise TransferFailed(
+                f"pd: pages {sources.min()} .. {sources.max()}, the peer has 1 .. {region.page_count - 1}"
+            )
+        lanes_L = np.arange(region.lane_count, dtype=np.int64)
+        pages_G1 = region.address + sources.astype(np.int64)[:, None] * region.strip_bytes
+        local.append((starts_G1 + lanes_L * region.strip_bytes).reshape(-1))
+        remote.append((pages_G1 + lanes_L * region.lane_stride).reshape(-1))
+        counts.append(np.full(local[-1].shape, region.strip_bytes, np.int64))
+        starts_G1 = starts_G1 + region.lane_count * region.strip_bytes
+    return Strips(local=np.concatenate(local), remote=np.concatenate(remote), byte_counts=np.concatenate(counts))
 
 
 def pairs_of_part(ours: Sequence[Region], theirs: Sequence[Region], part: Part) -> list[tuple[Region, Region]]:

@@ -99,7 +99,7 @@ class ShmBackend:
     """Bytes lie in a segment of the sender."""
 
     name = "shm"
-    capabilities = Capabilities(mode=Mode.RECEIVER_CHECKED, can_recut=True, same_host=True)
+    capabilities = Capabilities(mode=Mode.RECEIVER_CHECKED, recut=Mode.RECEIVER_CHECKED, same_host=True)
 
     def __init__(self, staging_bytes: int = 256 << 20, segments: Segments | None = None) -> None:
         """`staging_bytes`: of one connection, at most; memory that is never staged into is never touched. `segments`:

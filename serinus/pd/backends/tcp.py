@@ -30,7 +30,7 @@ class TcpBackend:
     """Bytes travel in the frame."""
 
     name = "tcp"
-    capabilities = Capabilities(mode=Mode.RECEIVER_CHECKED, can_recut=True)
+    capabilities = Capabilities(mode=Mode.RECEIVER_CHECKED, recut=Mode.RECEIVER_CHECKED)
 
     def __init__(self, staging_bytes: int = 256 << 20) -> None:
         """`staging_bytes`: of one connection, at most; memory that is never staged into is never touched."""
