@@ -112,38 +112,46 @@ class GrammarMasks:
         return masks
 
     def _made(self, rows: Sequence[int], rids: Sequence[str], specs: Sequence[SampleSpec]) -> StepMasks:
-        words_RW = np.zeros((len(rows), self._words), np.int32)
         failures: dict[int, str] = {}
-        last: set[int] = set()
-        for row, rid, spec, words_W in zip(rows, rids, specs, words_RW, strict=True):
+        states: list[GrammarState] = []
+        begun: list[int] = []
+        """Of each state, the index in `rows`."""
+        for index, (row, rid, spec) in enumerate(zip(rows, rids, specs, strict=True)):
             try:
-                if self._mask(rid, spec, words_W):
-                    last.add(row)
+                states.append(self._state(rid, spec))
+                begun.append(index)
             except RequestError as error:
-                self._states.pop(rid, None)
                 failures[row] = str(error)
+        words_RW = np.zeros((len(states), self._words), np.int32)
+        verdicts = self._vocabulary.result().allow(states, words_RW) if states else []
+        some = set(np.flatnonzero(np.any(words_RW, axis=1)).tolist())
+        last: set[int] = set()
+        good: list[int] = []
+        """Of the states, those with a mask."""
+        for at, (index, verdict) in enumerate(zip(begun, verdicts, strict=True)):
+            row, goes_on = rows[index], at in some
+            if verdict is True:
+                _allow_ids(words_RW[at], specs[index].stop_ids)
+            if isinstance(verdict, GrammarFailed):
+                failures[row] = str(verdict)
+            elif not goes_on and not words_RW[at].any():
+                what = (
+                    "it is complete, and the model has no end-of-sequence token" if verdict else "no token can follow"
+                )
+                failures[row] = str(GrammarFailed(f"{what} after {len(states[at].tokens)} tokens"))
+            else:
+                good.append(at)
+                if not goes_on:
+                    last.add(row)
+        for index, row in enumerate(rows):
+            if row in failures:
+                self._states.pop(rids[index], None)
         while len(self._states) > self._kept:
             self._states.popitem(last=False)
-        if not failures:
-            return StepMasks(rows=list(rows), words_RW=words_RW, last=frozenset(last))
-        good = [index for index, row in enumerate(rows) if row not in failures]
-        rows = [rows[index] for index in good]
-        return StepMasks(rows=rows, words_RW=words_RW[good], last=frozenset(last), failures=failures)
-
-    def _mask(self, rid: str, spec: SampleSpec, words_W: NDArray[np.int32]) -> bool:
-        """Write the mask of a row; whether only an end-of-sequence token is left. Raises RequestError."""
-        state = self._state(rid, spec)
-        may_end = state.allow(words_W)
-        goes_on = bool(words_W.any())
-        if may_end:
-            bits = words_W.view(np.uint32)
-            for token in spec.stop_ids:
-                if token >> 5 < len(bits):
-                    bits[token >> 5] |= np.uint32(1 << (token & 31))
-        if not goes_on and not words_W.any():
-            what = "it is complete, and the model has no end-of-sequence token" if may_end else "no token can follow"
-            raise GrammarFailed(f"{what} after {len(state.tokens)} tokens")
-        return not goes_on
+        return StepMasks(
+            rows=[rows[begun[at]] for at in good], words_RW=words_RW if len(good) == len(states) else words_RW[good],
+            last=frozenset(last), failures=failures,
+        )  # fmt: skip
 
     def _state(self, rid: str, spec: SampleSpec) -> GrammarState:
         """The state after the tokens of the answer so far. Cost: one look at them, and 3 us for each that is new."""
@@ -157,3 +165,11 @@ class GrammarMasks:
         self._states[rid] = (grammar, state)
         state.follow(tokens[len(state.tokens) :])
         return state
+
+
+def _allow_ids(words_W: NDArray[np.int32], ids: Sequence[int]) -> None:
+    """Set the bits of these tokens, as far as the mask has them."""
+    bits = words_W.view(np.uint32)
+    for token in ids:
+        if token >> 5 < len(bits):
+            bits[token >> 5] |= np.uint32(1 << (token & 31))

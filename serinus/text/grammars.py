@@ -141,6 +141,7 @@ class GrammarVocabulary(GrammarCompiler):
     def _read(self, tokenizer: Tokenizer) -> Any:
         import llguidance
 
+        self._together = llguidance.LLExecutor(1)
         library = llguidance.LLTokenizer(tokenizer.described, n_vocab=self.width, eos_token=self.end_id)
         read_back = library.decode_str(tokenizer.encode(_PROBE, add_special_tokens=False))
         if read_back.strip() != _PROBE:
@@ -149,17 +150,34 @@ class GrammarVocabulary(GrammarCompiler):
 
     def begin(self, grammar: Grammar) -> GrammarState:
         """The state before the first token. Raises what `compile` does. Cost: some 10 us where the grammar is known."""
-        return GrammarState(self, self.compile(grammar).deep_copy())
+        return GrammarState(self.compile(grammar).deep_copy())
+
+    def allow(self, states: Sequence[GrammarState], words_RW: NDArray[np.int32]) -> list[bool | GrammarFailed]:
+        """Write the tokens that may come next, a row for each state, one bit each, bit 0 of word 0 first; no
+        end-of-sequence token is among them. Returns of each state whether the answer may end there, or that the library
+        gave it up.
+
+        Args: words_RW: contiguous, rows of (width + 31) // 32 words.
+        Cost: about 10 us a row at 150,000 tokens; up to some milliseconds where a state of a grammar is reached for the
+        first time. One call for all rows, without the GIL: it is wanted back once a step and not once a row.
+        """
+        rows = [(state.matcher, row) for row, state in enumerate(states)]
+        self._together.unsafe_compute_mask_ptr(rows, words_RW.ctypes.data, words_RW[0].nbytes, len(words_RW))
+        words_RW.view(np.uint32)[:, self.end_id >> 5] &= np.uint32(~(1 << (self.end_id & 31)) & 0xFFFFFFFF)
+        return [
+            state.failed("the library gave it up") if state.matcher.is_error() else bool(state.matcher.is_accepting())
+            for state in states
+        ]
 
 
 class GrammarState:
     """Where an answer stands in its grammar. Used by one thread at a time."""
 
-    __slots__ = ("_matcher", "_vocabulary", "tokens")
+    __slots__ = ("matcher", "tokens")
 
-    def __init__(self, vocabulary: GrammarVocabulary, matcher: Any) -> None:
-        self._vocabulary = vocabulary
-        self._matcher = matcher
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+        """What the library keeps of it."""
         self.tokens: list[int] = []
         """The tokens that led here."""
 
@@ -167,41 +185,22 @@ class GrammarState:
         """These tokens come next. Raises GrammarFailed: the grammar has no such continuation. Cost: 3 us a token."""
         try:
             for token_id in token_ids:
-                if not self._matcher.consume_token(token_id):
-                    raise self._failed(f"token {token_id} at place {len(self.tokens)} is none that it allows")
+                if not self.matcher.consume_token(token_id):
+                    raise self.failed(f"token {token_id} at place {len(self.tokens)} is none that it allows")
                 self.tokens.append(token_id)
         except GrammarFailed:
             raise
         except Exception as error:  # the library raises what its own parts raise
             raise GrammarFailed(str(error)[:_REASON_CHARS]) from error
 
-    def allow(self, words_W: NDArray[np.int32]) -> bool:
-        """Write the tokens that may come next, one bit each, bit 0 of word 0 first; no end-of-sequence token is among
-        them. Returns whether the answer may end here.
-
-        Args: words_W: a row of (width + 31) // 32 words.
-        Raises GrammarFailed: the library gave up. Cost: about 30 us at 150,000 tokens; up to some milliseconds where a
-        state of the grammar is reached for the first time. Without the GIL.
-        """
-        matcher, end_id = self._matcher, self._vocabulary.end_id
-        try:
-            matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
-            failed = matcher.is_error()
-            accepting = not failed and bool(matcher.is_accepting())
-        except Exception as error:  # as above
-            raise GrammarFailed(str(error)[:_REASON_CHARS]) from error
-        if failed:
-            raise self._failed("the library gave it up")
-        words_W.view(np.uint32)[end_id >> 5] &= np.uint32(~(1 << (end_id & 31)) & 0xFFFFFFFF)
-        return accepting
-
     @property
     def complete(self) -> bool:
         """Whether the answer is complete, and nothing can follow."""
-        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+        return bool(self.matcher.is_stopped()) and not self.matcher.is_error()
 
-    def _failed(self, what: str) -> GrammarFailed:
-        said = self._matcher.get_error().strip().splitlines()
+    def failed(self, what: str) -> GrammarFailed:
+        """The error of a state that cannot go on, with what the library says of it."""
+        said = self.matcher.get_error().strip().splitlines()
         return GrammarFailed(f"{what}{f' ({said[0][:_REASON_CHARS]})' if said else ''}")
 
 

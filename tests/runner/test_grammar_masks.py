@@ -95,6 +95,16 @@ def test_only_the_rows_that_cannot_go_on_fail(masks: GrammarMasks) -> None:
     assert (part.rows, list(part.failures)) == ([0], [1])
 
 
+def test_a_grammar_that_the_library_gives_up_fails_its_row_alone(
+    masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serinus.text.grammars._STATES_MAX", 20)
+    wide = Grammar("regex", "(a|b)*a(a|b){12}c")
+    step = made(masks, {"good": spec(DIGITS), "wide": spec(wide, "a"), "more": spec(DIGITS, "42")})
+    assert "too many states: 20" in step.failures[1]
+    assert (step.rows, [allowed(words) for words in step.words_RW]) == ([0, 2], ["0123456789", "a$"])
+
+
 def test_stop_ids_of_a_request_end_it_only_where_the_answer_is_complete(masks: GrammarMasks) -> None:
     both = (EOS, ord("b"))
     step = made(masks, {"a": spec(DIGITS, "4", stop_ids=both), "b": spec(DIGITS, "42", stop_ids=both)})

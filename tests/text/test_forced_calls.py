@@ -91,7 +91,7 @@ def taken(vocabulary: GrammarVocabulary, tokenizer: Tokenizer, grammar: Grammar,
         except GrammarFailed:
             return tokenizer.decode(done, skip_special_tokens=False), False
         done.append(token)
-    may_end = state.allow(np.zeros((vocabulary.width + 31) // 32, np.int32))
+    may_end = vocabulary.allow([state], np.zeros((1, (vocabulary.width + 31) // 32), np.int32)) == [True]
     return tokenizer.decode(done, skip_special_tokens=False), may_end
 
 
@@ -152,9 +152,9 @@ def test_what_a_random_model_writes_is_read_and_valid(
     style, _ = style_of(form)
     grammar, rng, read_count = grammar_of(style, RANDOM), random.Random(5), 0
     for _ in range(12):
-        state, ids, words = vocabulary.begin(grammar), [], np.zeros((vocabulary.width + 31) // 32, np.int32)
+        state, ids, words = vocabulary.begin(grammar), [], np.zeros((1, (vocabulary.width + 31) // 32), np.int32)
         while len(ids) < 1500:
-            may_end = state.allow(words)
+            may_end = vocabulary.allow([state], words) == [True]
             allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
             if not len(allowed) or (may_end and rng.random() < 0.5):
                 break

@@ -25,14 +25,14 @@ def vocabulary(tokenizer: Tokenizer) -> GrammarVocabulary:
 
 def taken(vocabulary: GrammarVocabulary, tokenizer: Tokenizer, grammar: Grammar, text: str) -> str:
     """How far a text goes, and how it stands there: `+` may end, `.` is complete."""
-    state, words = vocabulary.begin(grammar), np.zeros(9, np.int32)
+    state, words_RW = vocabulary.begin(grammar), np.zeros((1, 9), np.int32)
     ids = tokenizer.encode(text, add_special_tokens=False)
     for at, token in enumerate(ids):
-        state.allow(words)
-        if not (int(words[token >> 5]) >> (token & 31)) & 1:
+        vocabulary.allow([state], words_RW)
+        if not (int(words_RW[0, token >> 5]) >> (token & 31)) & 1:
             return tokenizer.decode(ids[:at], skip_special_tokens=False) + "|"
         state.follow([token])
-    return text + ("+" if state.allow(words) else "") + ("." if state.complete else "")
+    return text + ("+" if vocabulary.allow([state], words_RW) == [True] else "") + ("." if state.complete else "")
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def accepts(vocabulary: GrammarVocabulary, tokenizer: Tokenizer, grammar: Gramma
             state.follow(tokenizer.encode(text, add_special_tokens=False))
         except GrammarFailed:
             continue
-        if state.allow(np.zeros((vocabulary.width + 31) // 32, np.int32)):
+        if vocabulary.allow([state], np.zeros((1, (vocabulary.width + 31) // 32), np.int32)) == [True]:
             return True
     return False
 
