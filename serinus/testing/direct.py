@@ -22,7 +22,7 @@ from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResu
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.core.stamps import CHAIN_ANCHOR, chain_hashes
-from serinus.kernels import Kernels
+from serinus.kernels import Kernels, put_rows
 from serinus.models import ForwardHook, Model, compose_hooks
 from serinus.pool import DevicePool, PoolSpec, RequestTable
 from serinus.runner import GrammarMasks, Runner
@@ -191,8 +191,8 @@ class DirectEngine:
         count = max(0, seq.done - window + 1)
         size = self.pool.spec.page_size
         for lane in [lane for pair in self.pools[Part.SWA].layers for lane in pair]:
-            lane[torch.from_numpy(seq.swa_slots[:count])] = float("nan")
-            lane[:size] = float("nan")
+            slots_T = torch.from_numpy(np.concatenate((seq.swa_slots[:count], np.arange(size)))).to(lane.device)
+            put_rows(lane, slots_T, torch.full((1, *lane.shape[-2:]), float("nan"), dtype=lane.dtype, device=lane.device))
         self._forgotten.append(TableWrite(row=seq.row, start=0, slots=np.zeros(count, np.int64), part=Part.SWA))
         return count
 

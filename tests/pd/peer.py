@@ -1,7 +1,7 @@
 """A small engine around a port, for tests with real processes; also the program of the other process.
 
 python peer.py prefill BACKEND ADDRESS all|some|spoilt   prints its address; computes all pages asked for, only some, or
-                                                     all, and gives them to others as soon as they are announced
+                                                     all, which are another owner's as soon as their sums are made
 python peer.py decode BACKEND ADDRESS                asks ADDRESS for one prompt, again and again
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,21 @@ class DeviceStore(Store):
         torch.cuda.synchronize()
 
 
+class Spoiling:
+    """A one-sided backend by which pages that were summed are another owner's at once."""
+
+    def __init__(self, backend: Any, store: Store) -> None:
+        self._backend, self._store = backend, store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def digests(self, part: Part, pages: NDArray[np.int32], seed: int) -> Any:
+        made = self._backend.digests(part, pages, seed)
+        self._store.spoil(pages.tolist())
+        return made
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
     """An engine's pages, and how they travel."""
@@ -182,14 +197,17 @@ class Peer:
 class PrefillPeer(Peer):
     """Computes what it is asked for: all of it, or all but the end."""
 
-    def __init__(self, backend: str, address: str = "tcp://127.0.0.1:0", *, everything: bool = True) -> None:
+    def __init__(
+        self, backend: str, address: str = "tcp://127.0.0.1:0", *, everything: bool = True, spoils: bool = False
+    ) -> None:
+        """`spoils`: pages are another owner's as soon as their sums are made."""
         incarnation = new_incarnation()
         ends = Ends.of(backend, shares=True)
+        if spoils:
+            ends = replace(ends, backends=[Spoiling(each, ends.store) for each in ends.backends])
         channel = ZmqChannel(address)
         self.address = channel.address
         self.everything = everything
-        self.spoils = False
-        """Pages are another owner's as soon as they are announced."""
         self.store = ends.store
         self.free = set(range(1, len(self.store.data)))
         self.held: dict[str, set[int]] = {}
@@ -232,8 +250,6 @@ class PrefillPeer(Peer):
             token = first_token(request.prompt) if last else None
             chunk = ChunkReady(xid=xid, spans=full(skip + first, pages), last=last, token=token)
             self._act(self.port.handle(chunk, CLOCK.now()))
-            if self.spoils:
-                self.store.spoil(pages.tolist())
 
 
 class DecodePeer(Peer):
@@ -286,8 +302,7 @@ class DecodePeer(Peer):
 def main(role: str, backend: str, address: str, how: str = "all") -> None:
     """The other process; lives until it is killed."""
     if role == "prefill":
-        prefill = PrefillPeer(backend, address, everything=how != "some")
-        prefill.spoils = how == "spoilt"
+        prefill = PrefillPeer(backend, address, everything=how != "some", spoils=how == "spoilt")
         print(prefill.address, flush=True)
         while True:
             prefill.turn(0.1)
