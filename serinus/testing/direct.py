@@ -190,9 +190,9 @@ class DirectEngine:
             return 0
         count = max(0, seq.done - window + 1)
         size = self.pool.spec.page_size
+        slots_T = torch.from_numpy(np.concatenate((seq.swa_slots[:count], np.arange(size))))
         for lane in [lane for pair in self.pools[Part.SWA].layers for lane in pair]:
-            slots_T = torch.from_numpy(np.concatenate((seq.swa_slots[:count], np.arange(size)))).to(lane.device)
-            put_rows(lane, slots_T, torch.full((1, *lane.shape[-2:]), float("nan"), dtype=lane.dtype, device=lane.device))
+            put_rows(lane, slots_T.to(lane.device), lane.new_full((1, *lane.shape[-2:]), float("nan")))
         self._forgotten.append(TableWrite(row=seq.row, start=0, slots=np.zeros(count, np.int64), part=Part.SWA))
         return count
 
