@@ -96,7 +96,7 @@ def handoffs(pair: Pair, tokens: int, rounds: int) -> dict[str, float]:
 
 def prefill_ms(tokens: int, rounds: int) -> float:
     """Of the first token of a prompt, through an engine of dummy weights."""
-    from benchmarks.gpu_engine import VOCAB, config_in
+    from benchmarks.gpu_engine import MODELS, config_in
     from serinus import LLM, SamplingParams
 
     rng = np.random.default_rng(2)
@@ -104,14 +104,14 @@ def prefill_ms(tokens: int, rounds: int) -> float:
     with (
         tempfile.TemporaryDirectory() as folder,
         LLM(
-            config_in(Path(folder)), load_format="dummy", skip_tokenizer_init=True, device="cuda", dtype="bfloat16",
-            max_running_requests=8, chunked_prefill_size=8192, max_total_tokens=60_000, kv_canary="none",
-            disable_cuda_graph=True,
+            config_in(Path(folder), "qwen3-8b"), load_format="dummy", skip_tokenizer_init=True, device="cuda",
+            dtype="bfloat16", max_running_requests=8, chunked_prefill_size=8192, max_total_tokens=60_000,
+            kv_canary="none", disable_cuda_graph=True,
         ) as llm,
     ):  # fmt: skip
 
         def once() -> None:
-            prompt = {"prompt_token_ids": rng.integers(0, VOCAB, tokens).tolist()}
+            prompt = {"prompt_token_ids": rng.integers(0, MODELS["qwen3-8b"]["vocab_size"], tokens).tolist()}
             llm.generate([prompt], sampling, use_tqdm=False)
 
         seconds = [seconds_of(once) for _ in range(rounds + 2)]

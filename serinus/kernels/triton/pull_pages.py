@@ -20,8 +20,9 @@ from serinus.kernels.checks import check_pull
 from serinus.kernels.ref import pull_pages as reference
 from serinus.kernels.triton.pinned import sent
 
-_BLOCK = 2048
-"""Words of one program: 16 KB."""
+_BLOCK = 1024
+"""Words of one program: 8 KB. On an H200 a pull of pages of 2.4 MB by 512, 1,024, 2,048 and 4,096 words moves 1,250,
+1,423, 917 and 818 GB/s (4,096 by 8 warps), a plain copy 2,077."""
 _KEY_STEP = tl.constexpr(reference.KEY_STEP)
 _MIX = tl.constexpr(reference.MIX)
 
