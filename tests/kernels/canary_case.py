@@ -13,7 +13,7 @@ from serinus.core.stamps import digest_coefficients
 from serinus.kernels import RING_FIELDS, Kernels, StampLane, slot_count
 from serinus.kernels.canary import ANCHOR
 
-__all__ = ["PAGE", "CanaryCase", "make_case", "outcome"]
+__all__ = ["PAGE", "CanaryCase", "make_case", "outcome", "stamped"]
 
 PAGE = 4
 
@@ -99,9 +99,8 @@ def make_case(seed: int, device: str = "cpu") -> CanaryCase:
 def outcome(ops: Kernels, case: CanaryCase) -> dict[str, Any]:
     """Stamp (in two steps, the second after a chunk border), damage, plan and verify with one column."""
     device = case.device
-    stamps = torch.zeros((len(case.lanes), slot_count(case.kv[0][0]), 4), dtype=torch.int64, device=device)
     digests = ops.canary_digest(case.kv, case.slots, case.coefficients)
-    _stamp(ops, case, stamps, digests)
+    stamps = stamped(ops, case)
     written = stamps.clone()
     for lane, slot, field in case.damage:
         stamps[lane, slot, field] ^= 1 << 7
@@ -131,9 +130,11 @@ def outcome(ops: Kernels, case: CanaryCase) -> dict[str, Any]:
     }
 
 
-def _stamp(ops: Kernels, case: CanaryCase, stamps: Tensor, digests: Tensor) -> None:
+def stamped(ops: Kernels, case: CanaryCase) -> Tensor:
     """Each sequence's first half in one call, the rest in another."""
     device = case.device
+    stamps = torch.zeros((len(case.lanes), slot_count(case.kv[0][0]), 4), dtype=torch.int64, device=device)
+    digests = ops.canary_digest(case.kv, case.slots, case.coefficients)
     halves = [n // 2 for n in case.lengths]
     starts = case.starts.tolist()
     first = torch.cat([torch.arange(s, s + h) for s, h in zip(starts, halves, strict=False)]).to(device)
@@ -148,6 +149,7 @@ def _stamp(ops: Kernels, case: CanaryCase, stamps: Tensor, digests: Tensor) -> N
             inputs = (*inputs[:3], torch.cat((bounds[:1], bounds[1:][live])), case.table, rows[live])
         ops.canary_write(stamps, 0, *inputs, None)
         ops.canary_write(stamps, 2, *inputs, digests[picked])
+    return stamps
 
 
 def _plan(ops: Kernels, case: CanaryCase, table: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

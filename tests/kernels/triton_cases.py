@@ -35,7 +35,7 @@ from .triton_layer_cases import (
     rows_of_linears,
 )
 from .triton_shapes import call_all
-from .triton_watch_cases import canary_watch
+from .triton_watch_cases import canary_watch, watched_pass
 
 COMPILED = 2
 """Seeds of a case that are compiled: one of decodes, one of chunks."""
@@ -93,6 +93,7 @@ CASES: dict[str, Callable[[int, str], str]] = {
         hashed_pages,
         pull_pages,
         canary_watch,
+        watched_pass,
     )
 }
 """By name: (seed, device) -> what differs, in words; empty = nothing."""

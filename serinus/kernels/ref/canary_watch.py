@@ -209,10 +209,13 @@ class OpsWatch:
                 self._digest_entries(layer, every_E)
             self._digested = end
 
+    def _slots_of(self, entries_E: Tensor) -> Tensor:
+        return torch.cat([piece[0] for piece in self._pieces])[entries_E]
+
     def _digest_entries(self, layer: int, entries_E: Tensor) -> None:
         if not len(entries_E) or self._coefficients_L22W is None:
             return
-        slots_E = torch.cat([piece[0] for piece in self._pieces])[entries_E]
+        slots_E = self._slots_of(entries_E)
         factors = self._coefficients_L22W[layer : layer + 1]
         found_E2 = self._ops.canary_digest(self._layers_kv[layer : layer + 1], slots_E, factors)
         words_22E = found_E2.view(torch.int32).view(len(entries_E), 2, 2).permute(1, 2, 0).contiguous()

@@ -21,6 +21,8 @@ from serinus.kernels.pool_rows import page_gap, row_elements
 from serinus.kernels.triton.pool_rows import row_starts
 
 _BLOCK = 256
+_VERIFY_PROGRAMS = 512
+"""Of one half, at most: what there is room for is more than what is verified."""
 _PLAN_SPLITS = 8
 _WRITE_BLOCK = 128
 _DIGEST_SLOTS = ((4096, 16), (256, 4), (0, 1))
@@ -32,11 +34,17 @@ _DIGEST_PROGRAMS = 4096
 
 def canary_digest(layers_kv: LayersKv, slots_E: Tensor, coefficients_L22W: Tensor) -> Tensor:
     """Digests [E, 2] of K and V of all layers' rows in some slots; of latent rows that of V is 0."""
+    out_E2 = torch.zeros((len(slots_E), 2), dtype=torch.int64, device=slots_E.device)
+    digest_into(out_E2, layers_kv, slots_E, coefficients_L22W)
+    return out_E2
+
+
+def digest_into(out_E2: Tensor, layers_kv: LayersKv, slots_E: Tensor, coefficients_L22W: Tensor) -> None:
+    """`canary_digest` into zeros that are there."""
     check_digest(layers_kv, coefficients_L22W)
     count, device = len(slots_E), slots_E.device
-    out_E2 = torch.zeros((count, 2), dtype=torch.int64, device=device)
     if not count:
-        return out_E2
+        return
     pools = _addresses(tuple(half.data_ptr() for halves in layers_kv for half in halves), device)
     first, each = layers_kv[0][0], layers_kv[0][0].element_size() // 2  # lanes of an element
     page_slots, gap = page_gap(first)
@@ -49,7 +57,6 @@ def canary_digest(layers_kv: LayersKv, slots_E: Tensor, coefficients_L22W: Tenso
         gap * each, width, ROWS=slots, WIDTH=min(_DIGEST_LANES, triton.next_power_of_2(width)),
         LANES=row_elements(first) * each, SLOTS=page_slots, num_warps=4 if slots > 1 else 1,
     )  # fmt: skip
-    return out_E2
 
 
 @lru_cache(maxsize=64)
@@ -69,14 +76,17 @@ def canary_plan(
     return out_4E[0], out_4E[1], out_4E[2], out_4E[3]
 
 
-def plan_into(out_4E: Tensor, table_RC: Tensor, due_7B: Tensor, *, page_size: int, slot_count: int) -> None:
+def plan_into(
+    out_4E: Tensor, table_RC: Tensor, due_7B: Tensor, *, page_size: int, slot_count: int, sums_22E: Tensor | None = None
+) -> None:
     """`canary_plan` into what is there: of each column that reads anything the entries up to those of the next one, of
-    the last one up to the end."""
+    the last one up to the end. The sums of these entries, int32, become zero."""
     entry_count = out_4E.shape[1]
     if entry_count:
         _plan[(due_7B.shape[1], _PLAN_SPLITS)](
             table_RC, table_RC.stride(0), due_7B.contiguous(), due_7B.shape[1], out_4E, entry_count, page_size,
-            slot_count, SPLITS=_PLAN_SPLITS, BLOCK=_BLOCK,
+            slot_count, out_4E if sums_22E is None else sums_22E, 0 if sums_22E is None else sums_22E.stride(1),
+            ZEROES=sums_22E is not None, SPLITS=_PLAN_SPLITS, BLOCK=_BLOCK,
         )  # fmt: skip
 
 
@@ -94,17 +104,37 @@ def canary_verify(
     checked_L: Tensor,
 ) -> None:
     """Hold the stamps of lanes `lane` and `lane` + 1 against what they should be."""
+    entries = (slots_E.contiguous(), positions_E.contiguous(), previous_E.contiguous(), sequences_E.contiguous())
+    digests = None if digests_E2 is None else digests_E2.contiguous()
+    verify_entries(
+        stamps_LS4, lane, entries, (ring_QF, count_1, checked_L), tokens_E=tokens_E, digests=digests,
+        digest_kind=0 if digests is None else 1,
+    )  # fmt: skip
+
+
+def verify_entries(
+    stamps_LS4: Tensor, lane: int, entries: tuple[Tensor, ...], ring: tuple[Tensor, Tensor, Tensor], *,
+    tokens_E: Tensor | None = None, digests: Tensor | None = None, digest_kind: int = 0, live_1: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`canary_verify` of contiguous slots, positions, previous slots and names.
+
+    Args:
+        digest_kind: what `digests` are: 1: [E, 2] as `canary_digest` has them; 2: the sums that attention has made of
+            these entries, int32 [2, 2, E], of which E may be a part; 0: nothing.
+        live_1: how many entries there are, on the device; what lies behind them has no meaning. None: all.
+    """
+    slots_E, positions_E, previous_E, names_E = entries
     count = len(slots_E)
     if not count:
         return
-    slots_E = slots_E.contiguous()
-    first, halves = first_lane(stamps_LS4, lane)
-    _verify[(triton.cdiv(count, _BLOCK), halves)](
-        stamps_LS4, stamps_LS4.shape[1], lane, first, slots_E, positions_E.contiguous(), previous_E.contiguous(),
-        slots_E if tokens_E is None else tokens_E.contiguous(),
-        slots_E if digests_E2 is None else digests_E2.contiguous(),
-        sequences_E.contiguous(), ring_QF, len(ring_QF), count_1, checked_L, count,
-        HAS_TOKENS=tokens_E is not None, HAS_DIGESTS=digests_E2 is not None, FIELDS=RING_FIELDS, BLOCK=_BLOCK,
+    (ring_QF, count_1, checked_L), (first, halves) = ring, first_lane(stamps_LS4, lane)
+    _verify[(min(triton.cdiv(count, _BLOCK), _VERIFY_PROGRAMS), halves)](
+        stamps_LS4, stamps_LS4.shape[1], lane, first, slots_E, positions_E, previous_E,
+        slots_E if tokens_E is None else tokens_E.contiguous(), slots_E if digests is None else digests,
+        digests.stride(1) if digests is not None and digest_kind == 2 else 0, names_E, ring_QF, len(ring_QF), count_1,
+        checked_L, count, slots_E if live_1 is None else live_1,
+        HAS_TOKENS=tokens_E is not None, DIGESTS=digest_kind, HAS_LIVE=live_1 is not None, FIELDS=RING_FIELDS,
+        BLOCK=_BLOCK,
     )  # fmt: skip
 
 
@@ -189,9 +219,10 @@ def _digest(
     tl.atomic_add(words + 1, high_sum.to(tl.uint32).to(tl.int32, bitcast=True), mask=live)
 
 
-@_jit(do_not_specialize=["count", "total"])
+@_jit(do_not_specialize=["count", "total", "sums_total"])
 def _plan(
-    table, columns, due, count, out, total, page_size, slot_count, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    table, columns, due, count, out, total, page_size, slot_count, sums, sums_total,
+    ZEROES: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     name, row = tl.load(due + b), table + tl.load(due + count + b) * columns
@@ -216,63 +247,75 @@ def _plan(
         tl.store(out + total + e, tl.where(wanted, position, -1), mask=live)
         tl.store(out + 2 * total + e, previous, mask=live)
         tl.store(out + 3 * total + e, position * 0 + name, mask=live)
+        if ZEROES:
+            for i in range(4):
+                tl.store(sums + i * sums_total + e, tl.zeros((BLOCK,), tl.int32), mask=live)
 
 
-@_jit(do_not_specialize=["lane", "first_lane", "count"])
+@_jit(do_not_specialize=["lane", "first_lane", "count", "sums_total"])
 def _verify(
-    stamps, slot_count, lane, first_lane, slots, positions, previous, tokens, digests, sequences, ring, ring_rows,
-    violations, checked, count,
-    HAS_TOKENS: tl.constexpr, HAS_DIGESTS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    stamps, slot_count, lane, first_lane, slots, positions, previous, tokens, digests, sums_total, sequences, ring,
+    ring_rows, violations, checked, count, live_count,
+    HAS_TOKENS: tl.constexpr, DIGESTS: tl.constexpr, HAS_LIVE: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     half = tl.program_id(1)
-    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + e, mask=e < count, other=0)
-    expected_position = tl.load(positions + e, mask=e < count, other=-1)
-    live = expected_position >= 0
     own = (first_lane + half).to(tl.int64)
     base = stamps + own * slot_count * 4
-    token = tl.load(base + slot * 4, mask=live, other=0)
-    position = tl.load(base + slot * 4 + 1, mask=live, other=0)
-    stored_hash = tl.load(base + slot * 4 + 2, mask=live, other=0)
-    stored_digest = tl.load(base + slot * 4 + 3, mask=live, other=0)
-    twin = stamps + (own ^ 1) * slot_count * 4 + slot * 4
-    before = tl.load(previous + e, mask=live, other=0)
-    known = live & (before > 0)
-    chained = mix(
-        tl.load(base + before * 4 + 2, mask=known, other=0).to(tl.uint64, bitcast=True),
-        tl.load(base + before * 4, mask=known, other=0).to(tl.uint64, bitcast=True),
-        tl.load(base + before * 4 + 1, mask=known, other=0).to(tl.uint64, bitcast=True),
-    ).to(tl.int64, bitcast=True)
-    twin_hash = tl.load(twin + 2, mask=live & (before < 0), other=0)
-    expected_hash = tl.where(before == 0, _ANCHOR, tl.where(before < 0, twin_hash, chained))
-    wanted = tl.load(twin, mask=live, other=0)
-    if HAS_TOKENS:
-        given = tl.load(tokens + e, mask=live, other=-1)
-        wanted = tl.where(given == -1, wanted, given)
-    found = token * 0
-    if HAS_DIGESTS:
-        found = tl.load(digests + e * 2 + half, mask=live, other=0)
-    reasons = _differing(token, position, stored_hash, stored_digest, wanted, expected_position, expected_hash, found)
-    reasons = tl.where(slot == 0, reasons | _POSITION, reasons)
-    bad = live & (reasons != 0)
-    tl.atomic_add(checked + lane + half, tl.sum(live.to(tl.int64), 0))
-    bad_count = tl.sum(bad.to(tl.int64), 0)
-    if bad_count > 0:
-        first = tl.atomic_add(violations, bad_count)
-        number = first + tl.cumsum(bad.to(tl.int64), 0) - 1
-        at = ring + number % ring_rows * FIELDS
-        tl.store(at, slot * 0 + lane + half, mask=bad)
-        tl.store(at + 1, reasons, mask=bad)
-        tl.store(at + 2, slot, mask=bad)
-        tl.store(at + 3, expected_position, mask=bad)
-        tl.store(at + 4, position, mask=bad)
-        tl.store(at + 5, token, mask=bad)
-        tl.store(at + 6, wanted, mask=bad)
-        tl.store(at + 7, stored_hash, mask=bad)
-        tl.store(at + 8, expected_hash, mask=bad)
-        tl.store(at + 9, stored_digest, mask=bad)
-        tl.store(at + 10, found, mask=bad)
-        tl.store(at + 11, tl.load(sequences + e, mask=bad, other=0), mask=bad)
+    end = tl.load(live_count) if HAS_LIVE else count
+    for begin in range(tl.program_id(0) * BLOCK, end, tl.num_programs(0) * BLOCK):
+        e = begin + tl.arange(0, BLOCK)
+        slot = tl.load(slots + e, mask=e < end, other=0)
+        expected_position = tl.load(positions + e, mask=e < end, other=-1)
+        live = expected_position >= 0
+        token = tl.load(base + slot * 4, mask=live, other=0)
+        position = tl.load(base + slot * 4 + 1, mask=live, other=0)
+        stored_hash = tl.load(base + slot * 4 + 2, mask=live, other=0)
+        stored_digest = tl.load(base + slot * 4 + 3, mask=live, other=0)
+        twin = stamps + (own ^ 1) * slot_count * 4 + slot * 4
+        before = tl.load(previous + e, mask=live, other=0)
+        known = live & (before > 0)
+        chained = mix(
+            tl.load(base + before * 4 + 2, mask=known, other=0).to(tl.uint64, bitcast=True),
+            tl.load(base + before * 4, mask=known, other=0).to(tl.uint64, bitcast=True),
+            tl.load(base + before * 4 + 1, mask=known, other=0).to(tl.uint64, bitcast=True),
+        ).to(tl.int64, bitcast=True)
+        twin_hash = tl.load(twin + 2, mask=live & (before < 0), other=0)
+        expected_hash = tl.where(before == 0, _ANCHOR, tl.where(before < 0, twin_hash, chained))
+        wanted = tl.load(twin, mask=live, other=0)
+        if HAS_TOKENS:
+            given = tl.load(tokens + e, mask=live, other=-1)
+            wanted = tl.where(given == -1, wanted, given)
+        found = token * 0
+        if DIGESTS == 1:
+            found = tl.load(digests + e * 2 + half, mask=live, other=0)
+        if DIGESTS == 2:
+            sums = digests + half * 2 * sums_total + e
+            low = tl.load(sums, mask=live, other=0).to(tl.int64) & 0xFFFFFFFF
+            found = low | (tl.load(sums + sums_total, mask=live, other=0).to(tl.int64) << 32)
+        reasons = _differing(
+            token, position, stored_hash, stored_digest, wanted, expected_position, expected_hash, found
+        )  # fmt: skip
+        reasons = tl.where(slot == 0, reasons | _POSITION, reasons)
+        bad = live & (reasons != 0)
+        tl.atomic_add(checked + lane + half, tl.sum(live.to(tl.int64), 0))
+        bad_count = tl.sum(bad.to(tl.int64), 0)
+        if bad_count > 0:
+            first = tl.atomic_add(violations, bad_count)
+            number = first + tl.cumsum(bad.to(tl.int64), 0) - 1
+            at = ring + number % ring_rows * FIELDS
+            tl.store(at, slot * 0 + lane + half, mask=bad)
+            tl.store(at + 1, reasons, mask=bad)
+            tl.store(at + 2, slot, mask=bad)
+            tl.store(at + 3, expected_position, mask=bad)
+            tl.store(at + 4, position, mask=bad)
+            tl.store(at + 5, token, mask=bad)
+            tl.store(at + 6, wanted, mask=bad)
+            tl.store(at + 7, stored_hash, mask=bad)
+            tl.store(at + 8, expected_hash, mask=bad)
+            tl.store(at + 9, stored_digest, mask=bad)
+            tl.store(at + 10, found, mask=bad)
+            tl.store(at + 11, tl.load(sequences + e, mask=bad, other=0), mask=bad)
 
 
 @_jit(do_not_specialize=["first_lane", "total"])

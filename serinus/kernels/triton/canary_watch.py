@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.canary import UNKNOWN, StampLane
 from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch, WatchPlan
 from serinus.kernels.due import match_columns
 from serinus.kernels.ref.canary_watch import OpsWatch
-from serinus.kernels.triton.canary import plan_into
+from serinus.kernels.triton.canary import canary_write, digest_into, plan_into, verify_entries
 
 _ENTRIES_MAX: Final = 1 << 19
 """Slots that a recorded pass verifies at most, of 64 bytes each."""
@@ -47,7 +48,8 @@ class _Staged:
     """What one pass reads, on the device."""
 
     pieces: list[tuple[Tensor, int]]
-    """Columns of a plan, and the entries that there is room for."""
+    """Columns of a plan, the last of which has no entries and begins behind all others; and the entries that there is
+    room for."""
     bound_5B: Tensor
     names_T: Tensor
     rows_T: Tensor
@@ -77,7 +79,8 @@ class _DeviceWatch(OpsWatch):
 
     def stage(self, plan: WatchPlan, put: Put) -> None:
         columns_7C, begin = _joined(plan.due)
-        room, rows_B, bound_5B, pieces = plan.room, plan.rows_B, plan.bound_5B, list(plan.due)
+        room, rows_B, bound_5B = plan.room, plan.rows_B, plan.bound_5B
+        pieces = [(_filled(piece, piece.shape[1] + 1, 6, count), count) for piece, count in plan.due]
         self.entry_count = begin
         if room is None:
             names_T = np.repeat(np.arange(len(rows_B), dtype=np.int64) + plan.first_name, plan.counts_B)
@@ -116,15 +119,59 @@ class _DeviceWatch(OpsWatch):
         return self._staged
 
     def expand(self, due: Iterable[tuple[Words, int]], bound_5B: Words) -> None:
-        device, table_RC = self._table_RC.device, self._table_RC
-        self._pieces = []
+        device, begin = self._table_RC.device, 0
+        self._digested, self._reading, self._first, self._pieces = 0, None, None, []
+        self._sums_P22E = torch.empty((1, 2, 2, self.entry_count), dtype=torch.int32, device=device)
         for columns_7B, count in self._now().pieces:
-            out_4E = torch.zeros((4, count), dtype=torch.int64, device=device)
-            out_4E[1].fill_(-1)
-            plan_into(out_4E, table_RC, columns_7B, page_size=self._page_size, slot_count=self._stamps_LS4.shape[1])
+            out_4E = torch.empty((4, count), dtype=torch.int64, device=device)
+            plan_into(
+                out_4E, self._table_RC, columns_7B, page_size=self._page_size, slot_count=self._stamps_LS4.shape[1],
+                sums_22E=self._sums_P22E[0, :, :, begin:],
+            )  # fmt: skip
             self._pieces.append((out_4E[0], out_4E[1], out_4E[2], out_4E[3]))
+            begin += count
         self.look_again()
-        self.drop_digests()
+
+    def verify(self, lane: int) -> None:
+        kind, begin = 0, 0
+        if lane >= StampLane.TAIL_K and self._coefficients_L22W is not None:
+            kind = 2
+            self._digest_to(len(self._layers_kv))
+        for entries, (columns_7B, count) in zip(self._pieces, self._now().pieces, strict=True):
+            verify_entries(
+                self._stamps_LS4, lane, entries, self._ring, digests=self._sums_P22E[0, :, :, begin:], digest_kind=kind,
+                live_1=columns_7B[6, -1:],
+            )  # fmt: skip
+            begin += count
+        if self._bound is not None:
+            self._ops.canary_bind(self._stamps_LS4, lane, *self._bound, *self._ring)
+
+    def _slots_of(self, entries_E: Tensor) -> Tensor:
+        slots_E = super()._slots_of(entries_E)
+        if len(self._pieces) > 1:
+            return slots_E
+        return torch.where(entries_E < self._now().pieces[0][0][6, -1], slots_E, 0)  # behind all there is anything
+
+    def write(self, lane: int) -> None:
+        if lane < StampLane.TAIL_K or self._coefficients_L22W is None or self._batch is None:
+            super().write(lane)
+            return
+        canary_write(self._stamps_LS4, lane, *self._batch, self._written_T2)
+        slots_T, positions_T, tokens_T = (each.contiguous() for each in self._batch[:3])
+        count = len(slots_T)
+        if not count:
+            return
+        out_5E = torch.empty((5, count + count % 2), dtype=torch.int64, device=slots_T.device)  # rows of whole 16 bytes
+        _stored[(triton.cdiv(out_5E.shape[1], _BLOCK),)](
+            self._table_RC, self._table_RC.stride(0), self._stamps_LS4.shape[1], slots_T, positions_T, self._rows_T,
+            count, out_5E, out_5E.shape[1], BLOCK=_BLOCK,
+        )  # fmt: skip
+        found_T2 = out_5E[:2].view(-1)[: 2 * count].view(count, 2)
+        entries = (*(row[:count] for row in out_5E[2:]), self._names_T)
+        digest_into(found_T2, self._layers_kv, entries[0], self._coefficients_L22W)
+        verify_entries(
+            self._stamps_LS4, lane, entries, self._stored, tokens_E=tokens_T, digests=found_T2, digest_kind=1
+        )  # fmt: skip
 
     def look_again(self) -> None:
         bound_5B = self._now().bound_5B
@@ -183,6 +230,24 @@ def _filled(columns: Words, count: int, field: int, value: int) -> Words:
 
 
 _jit: Any = triton.jit
+_UNKNOWN = tl.constexpr(UNKNOWN)
+
+
+@_jit(do_not_specialize=["count", "width"])
+def _stored(table, columns, slot_count, slots, positions, rows, count, out, width, BLOCK: tl.constexpr):
+    """What is read back of tokens that were stored: two rows of zeros; slots where the rows say that they are, since
+    attention has read them there; positions, -1 of padding; nothing is known of the slots before them."""
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = t < count
+    is_real = tl.load(slots + t, mask=live, other=0) != 0
+    position = tl.load(positions + t, mask=live, other=0)
+    at = table + tl.load(rows + t, mask=live, other=0) * columns
+    slot = tl.load(at + position, mask=live & is_real, other=0).to(tl.int64)
+    tl.store(out + t, position * 0, mask=t < width)
+    tl.store(out + width + t, position * 0, mask=t < width)
+    tl.store(out + 2 * width + t, tl.where((slot < 0) | (slot >= slot_count), 0, slot), mask=live)
+    tl.store(out + 3 * width + t, tl.where(is_real, position, -1), mask=live)
+    tl.store(out + 4 * width + t, position * 0 + _UNKNOWN, mask=live)
 
 
 @_jit(do_not_specialize=["count"])
