@@ -25,7 +25,7 @@ from serinus.kernels.canary import UNKNOWN, StampLane
 from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch, WatchPlan
 from serinus.kernels.due import match_columns
 from serinus.kernels.ref.canary_watch import OpsWatch
-from serinus.kernels.triton.canary import canary_write, digest_into, plan_into, verify_entries
+from serinus.kernels.triton.canary import digest_into, plan_into, verify_entries
 
 _ENTRIES_MAX: Final = 1 << 19
 """Slots that a recorded pass verifies at most, of 64 bytes each."""
@@ -156,7 +156,7 @@ class _DeviceWatch(OpsWatch):
         if lane < StampLane.TAIL_K or self._coefficients_L22W is None or self._batch is None:
             super().write(lane)
             return
-        canary_write(self._stamps_LS4, lane, *self._batch, self._written_T2)
+        self._ops.canary_write(self._stamps_LS4, lane, *self._batch, self._written_T2)
         slots_T, positions_T, tokens_T = (each.contiguous() for each in self._batch[:3])
         count = len(slots_T)
         if not count:
