@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from serinus.sim import draw, run
@@ -18,3 +20,16 @@ from serinus.sim import draw, run
 def test_a_seed_that_found_something_finds_nothing_now(seed: int, canary: str | None, what: str) -> None:
     finding = run(draw(seed, canary=canary)).finding
     assert finding is None, f"{what}: {finding}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["push", "pull"])
+def test_unequal_engines_that_reach_into_each_others_memory_hand_over_under_faults(backend: str) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(8):
+        found = run(draw(seed, backend=backend, unequal=True))
+        assert found.finding is None, f"seed {seed}: {found.finding}"
+        counts.update(found.counts)
+    assert counts["landed"] >= 5
+    assert counts["operations lost"]
+    assert counts["quarantined"]
