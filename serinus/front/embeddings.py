@@ -52,8 +52,10 @@ def _embedding(front: Front, body: EmbeddingsBody, sequence: SequenceState, *, n
         expected = "an embedding model that gives out hidden states: the code that runs this one does not"
         raise BadRequest("model", front.settings.model_name, expected)
     states_E = np.frombuffer(hidden, "<f4")
-    if body.dimensions not in (None, len(states_E)):
-        raise BadRequest("dimensions", body.dimensions, f"{len(states_E)} or nothing: embeddings are not cut")
+    if body.dimensions is not None:
+        if not 1 <= body.dimensions <= len(states_E):
+            raise BadRequest("dimensions", body.dimensions, f"1 to {len(states_E)}, the model's own")
+        states_E = states_E[: body.dimensions]
     if normalized:
         states_E = states_E / max(float(np.linalg.norm(states_E)), 1e-12)
     if body.encoding_format == "base64":

@@ -43,6 +43,11 @@ def test_texts_and_ids_are_embedded_in_their_order(embedder: RunningFront) -> No
         assert answer["usage"] == {"prompt_tokens": sum(counts), "total_tokens": sum(counts)}
 
 
+def test_fewer_dimensions_are_the_first_ones_of_length_1(embedder: RunningFront) -> None:
+    (cut,) = embedder.post("/v1/embeddings", {"model": "canary", "input": "abcd", "dimensions": 1}).json()["data"]
+    assert cut["embedding"] == [1.0]
+
+
 def test_base64_holds_the_same_numbers(embedder: RunningFront) -> None:
     body = {"model": "canary", "input": "abcd"}
     (plain,) = embedder.post("/v1/embeddings", body).json()["data"]
@@ -56,7 +61,8 @@ def test_base64_holds_the_same_numbers(embedder: RunningFront) -> None:
         ({"input": []}, "input", "a text, texts"),
         ({"input": ["x"] * 129}, "input", "at most 128 sequences"),
         ({"encoding_format": "int8"}, "encoding_format", "float or base64"),
-        ({"dimensions": 1}, "dimensions", "2 or nothing: embeddings are not cut"),
+        ({"dimensions": 0}, "dimensions", "1 to 2, the model's own"),
+        ({"dimensions": 3}, "dimensions", "1 to 2, the model's own"),
         ({"input": [10**6]}, "input", "token ids from 0 to"),
     ],
 )
