@@ -320,6 +320,13 @@ ROWS = (
         goal="<= {figures[kept_connection_ms][goal]:.0f} ms more: {figures[kept_connection_ms][value]:.1f} ms",
     ),
     Row(
+        benchmark="dashboard",
+        what="an open dashboard, CPU of all that is done for it, of the engine's CPU; four open",
+        here="{percent[pages_1]:.2f}; {percent[pages_4]:.2f} %",
+        beside="of it on the step thread {step_thread_percent:.2f} %; none open: {unwatched_calls} calls",
+        goal="<= {goal_percent} %",
+    ),
+    Row(
         benchmark="client",
         what="`bench serve`, CPU per streamed token",
         here="{client_us_per_token:.1f} us",

@@ -27,6 +27,8 @@ from serinus.wire.watched import CELL_IN_TRANSIT, PoolCells, WatchFrame
 
 WATCHED_S: Final = 10.0
 """So long after the last frame was asked for, nothing is noted any more."""
+_FLOOR_EVERY: Final = 8
+"""Of so many decode steps one is held against its floor: its requests are counted for that."""
 _ENDED_KEPT: Final = 64
 _LIVE_MAX: Final = 128
 _INCIDENTS_MAX: Final = 64
@@ -37,11 +39,12 @@ _ENCODER: Final = msgspec.json.Encoder()
 class _Sums:
     """Of the steps since the last frame."""
 
-    def __init__(self, since: float) -> None:
-        self.since = since
-        self.steps = self.decode_steps = 0
-        self.seconds = self.decode_seconds = self.floor_seconds = 0.0
-        self.prompt = self.generated = self.cached = 0
+    def __init__(self, since: float, generated: int) -> None:
+        """`generated`: tokens of the engine until then."""
+        self.since, self.generated = since, generated
+        self.steps = self.decode_steps = self.floors = 0
+        self.decode_seconds = self.floor_seconds = 0.0
+        self.prompt = self.cached = 0
         self.gaps: list[float] = []
         self.first_tokens: list[float] = []
 
@@ -59,7 +62,7 @@ class Watcher:
         """Whether a dashboard is open."""
         self._now = self._asked_at = 0.0
         self._trail = HandoffTrail()
-        self._sums = _Sums(0.0)
+        self._sums = _Sums(0.0, 0)
         self._ended: deque[msgspec.Raw] = deque(maxlen=_ENDED_KEPT)
         self._live: dict[str, dict[str, Any]] = {}
         """As the last frame had them."""
@@ -76,7 +79,7 @@ class Watcher:
     def frame(self, now: float) -> bytes:
         """A WatchFrame. Cost: some array operations over all pages, 1 us a request."""
         if not self.on:
-            self._sums, self._trail, self._live = _Sums(now), HandoffTrail(), {}
+            self._sums, self._trail, self._live = _Sums(now, self._generated()), HandoffTrail(), {}
             self._ended.clear()
             self._listen(True)
         self._now = self._asked_at = now
@@ -95,9 +98,7 @@ class Watcher:
         """A step of the model ended."""
         sums = self._sums
         sums.steps += 1
-        sums.seconds += seconds
         sums.prompt += outcome.prompt_tokens
-        sums.generated += sum(len(delta.token_ids) for delta in outcome.deltas)
         sums.cached += outcome.cached_tokens
         if not outcome.decode_tokens:
             self._decoded_at = None
@@ -106,9 +107,11 @@ class Watcher:
             sums.gaps.append(now - self._decoded_at)
         self._decoded_at = now
         if not outcome.prompt_tokens:
+            if sums.decode_steps % _FLOOR_EVERY == 0:
+                sums.floors += 1
+                sums.floor_seconds += self._facts.step_floor_s(self._running_tokens())
             sums.decode_steps += 1
             sums.decode_seconds += seconds
-            sums.floor_seconds += self._facts.step_floor_s(self._running_tokens())
 
     def answered(self, delta: TokenDelta) -> None:
         """A delta with its costs left for its client."""
@@ -174,17 +177,17 @@ class Watcher:
 
     def _rates(self, now: float) -> dict[str, Any]:
         """Of the time since the last frame; None where nothing was measured in it."""
-        sums, self._sums = self._sums, _Sums(now)
+        sums, self._sums = self._sums, _Sums(now, self._generated())
         stats, seconds = self._scheduler.stats(), max(now - sums.since, 1e-3)
         return {
             "seconds": seconds, "steps": sums.steps,
-            "prompt_rate": sums.prompt / seconds, "generated_rate": sums.generated / seconds,
+            "prompt_rate": sums.prompt / seconds, "generated_rate": (self._sums.generated - sums.generated) / seconds,
             "generated": stats.totals.generation_tokens, "prompt": stats.totals.computed_tokens,
             "hit_rate": sums.cached / (sums.cached + sums.prompt) if sums.cached + sums.prompt else None,
             "ttft_ms": 1e3 * float(np.median(sums.first_tokens)) if sums.first_tokens else None,
             "itl_ms": 1e3 * float(np.median(sums.gaps)) if sums.gaps else None,
             "step_ms": 1e3 * sums.decode_seconds / sums.decode_steps if sums.decode_steps else None,
-            "floor_ms": 1e3 * sums.floor_seconds / sums.decode_steps if sums.floor_seconds else None,
+            "floor_ms": 1e3 * sums.floor_seconds / sums.floors if sums.floor_seconds else None,
             "running": stats.num_running_reqs, "queued": stats.num_queue_reqs + stats.num_decode_prealloc_queue_reqs,
             "transfer": stats.num_decode_transfer_queue_reqs + stats.num_prefill_inflight_queue_reqs,
             "usage": stats.token_usage,
@@ -203,6 +206,9 @@ class Watcher:
                 self._note_end({**record, "phase": "ended", "ended": self._now, "finish": ""})
         self._live = live
         return list(live.values())
+
+    def _generated(self) -> int:
+        return self._scheduler.totals.generation_tokens
 
     def _running_tokens(self) -> int:
         return sum(state.computed for state in self._scheduler.requests if state.running)

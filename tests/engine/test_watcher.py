@@ -57,8 +57,21 @@ def test_a_handoff_is_shown_on_both_sides_piece_by_piece(toy: Path) -> None:
     assert ended["engine"] == "prefill-0"
     assert ended["arrival"] <= ended["started"] <= ended["first_token"] <= ended["ended"]
     assert decode["rates"]["generated"] == 6
+    assert decode["rates"]["generated_rate"] * decode["rates"]["seconds"] == pytest.approx(6)
     (computed,) = prefill["ended"] or [None]
     assert computed is None or computed["client"] == "a"
+
+
+def test_the_floor_of_a_step_is_that_of_one_step_however_many_there_were(toy: Path) -> None:
+    both = pair(toy)
+    engine, floors = both.decode.engine, []
+    Shown(engine, both.clock.now())
+    for number, count in enumerate((3, 40)):
+        both.add(f"r{number}", list(range(1 + number, 38)), count)
+        both.run_until_idle()
+        floors.append(Shown(engine, both.clock.now()).sections["rates"]["floor_ms"])
+    assert Shown(engine, both.clock.now()).sections["rates"]["floor_ms"] is None
+    assert 0 < floors[0] < floors[1] < 2 * floors[0], "longer requests, the same weights"
 
 
 def test_pages_are_shown_as_what_they_are(toy: Path) -> None:
