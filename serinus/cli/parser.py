@@ -36,7 +36,6 @@ _FOREIGN = {
     "--enable-cache-report": "cached tokens are always reported; leave the flag out",
     "--enable-chunked-prefill": "prompts are always chunked (--chunked-prefill-size); leave the flag out",
     "--enable-mixed-chunk": "prefill chunks and decode always share a batch; leave the flag out",
-    "--kv-cache-dtype": "KV has the type of the model (--dtype)",
     "--kv-transfer-config": "use --disaggregation-mode prefill or decode",
     "--data-parallel-size": "start several engines behind `serinus router`, or `serinus up --decode N`",
     "--dp-size": "start several engines behind `serinus router`, or `serinus up --decode N`",

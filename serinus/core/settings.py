@@ -115,6 +115,12 @@ class MemorySettings:
         None, "tokens of KV in the pool; default: from --mem-fraction-static", low=16
     )
     page_size: int = setting(16, "tokens of one KV page; a power of two", "--block-size", low=1, high=128)
+    kv_cache_dtype: str = setting(
+        "auto",
+        "type of keys and values in the pools and tiers: auto = that of the model; fp8_e4m3 (fp8) and fp8_e5m2 = a byte"
+        " each: twice the tokens of bfloat16 in the same memory, less exact",
+        choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    )
     swa_full_tokens_ratio: float = setting(
         0.8,
         "models with sliding layers: their tokens of KV, as a part of those of the other layers",

@@ -32,7 +32,7 @@ from serinus.engine.spans import NO_SPANS, SpanLog
 from serinus.engine.step_floor import step_floor
 from serinus.engine.step_metrics import StepMetrics
 from serinus.kernels import load
-from serinus.models import ModelSpec, choose_dtype, spec_of
+from serinus.models import ModelSpec, choose_dtype, choose_kv_dtype, spec_of
 from serinus.parallel.comm import Comm, SoloComm
 from serinus.pd import AnyBackend
 from serinus.pool import PoolSpec
@@ -72,7 +72,8 @@ def kv_sizes(config: ServeConfig, weight_bytes: int) -> KvSizes:
     """
     device, spec = choose_device(config.model.device), spec_of(config.model)
     dtype = choose_dtype(spec, config.model.dtype, device)
-    pools = part_specs(config, spec, dtype, device, context_of(config, spec), taken=weight_bytes)
+    kv_dtype = choose_kv_dtype(spec, config.memory.kv_cache_dtype, dtype)
+    pools = part_specs(config, spec, kv_dtype, device, context_of(config, spec), taken=weight_bytes)
     return KvSizes(pools=pools, host=host_counts(config, pools, taken=weight_bytes if device == "cpu" else 0))
 
 

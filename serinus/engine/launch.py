@@ -93,6 +93,7 @@ def ready_of(built: Built, seconds: dict[str, float]) -> Ready:
             "quantization": "none" if spec.quantization is None else spec.quantization.text,
             "layers": spec.layer_count,
             "dtype": str(built.dtype).removeprefix("torch."),
+            "kv_cache_dtype": str(pool.dtype).removeprefix("torch."),
             "device": built.device,
             "threads": torch.get_num_threads(),
             "pid": os.getpid(),
@@ -135,7 +136,7 @@ def _announce(built: Built, seconds: dict[str, float]) -> None:
         name = "" if len(built.pools) == 1 else f" part: {part.name}, layers: {each.spec.layer_count},"
         _log.info(
             "KV Cache is allocated.%s dtype: %s, #tokens: %d, K size: %.2f GB, V size: %.2f GB",
-            name, built.dtype, tokens, half_gb, half_gb,
+            name, each.spec.dtype, tokens, half_gb, half_gb,
         )  # fmt: skip
     if built.tiers is not None:
         _log.info(

@@ -20,6 +20,7 @@ from serinus.kernels.contracts import (
     WatchPlan,
     WrittenRows,
 )
+from serinus.kernels.fp8 import FP8_FORMATS
 from serinus.kernels.huge_pages import collapse_to_huge_pages, populate, prefer_huge_pages
 from serinus.kernels.layers import LayerSteps, LayerWeights
 from serinus.kernels.packed import PackedExperts, PackedLinear
@@ -31,6 +32,7 @@ from serinus.kernels.registry import COLUMNS, Kernels, load, warm
 
 __all__ = [
     "COLUMNS",
+    "FP8_FORMATS",
     "RING_FIELDS",
     "AttentionBatch",
     "ExpertGate",

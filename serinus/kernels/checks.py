@@ -18,6 +18,7 @@ from torch import Tensor
 from serinus.core.stamps import PARTIAL_LANES
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.contracts import LayerDigest, LayersKv, WrittenRows
+from serinus.kernels.fp8 import FP8_FORMATS
 from serinus.kernels.packed import PackedExperts
 from serinus.kernels.pool_rows import is_laid_out, row_elements
 from serinus.kernels.quantized import QuantizedWeight
@@ -125,10 +126,14 @@ def check_qk_rope_store(
             f"kernels: rope tables {tuple(cos_PF.shape)} and {tuple(sin_PF.shape)}, expected [positions, {size // 2}]"
         )
     dtypes = {qkv_TX.dtype, k_pool_SHD.dtype, v_pool_SHD.dtype, q_out_TND.dtype}
-    if len(dtypes) > 1 or cos_PF.dtype != torch.float32 or sin_PF.dtype != torch.float32:
+    if (
+        not _are_typed(qkv_TX, q_out_TND, k_pool_SHD, v_pool_SHD)
+        or cos_PF.dtype != torch.float32
+        or sin_PF.dtype != torch.float32
+    ):
         raise ValueError(
             f"kernels: qkv, pools and q_out of {sorted(map(str, dtypes))}, rope tables of {cos_PF.dtype}; "
-            "expected one dtype, and torch.float32"
+            "expected one dtype (pools may be FP8), and torch.float32"
         )
     if positions_T.dtype != torch.int64 or slots_T.dtype != torch.int64:
         raise ValueError(f"kernels: positions {positions_T.dtype}, slots {slots_T.dtype}; expected torch.int64")
@@ -222,10 +227,10 @@ def check_paged_attention(
             f"kernels: batch of {batch.rows_B.shape[0]} rows, {batch.q_starts_B1.shape[0]} offsets, "
             f"{batch.context_B.shape[0]} contexts; expected B, B + 1, B"
         )
-    if not (q_TND.dtype == k_pool_SHD.dtype == v_pool_SHD.dtype) or req_to_token_RC.dtype != torch.int32:
+    if not _are_typed(q_TND, q_TND, k_pool_SHD, v_pool_SHD) or req_to_token_RC.dtype != torch.int32:
         raise ValueError(
             f"kernels: q {q_TND.dtype}, pools {k_pool_SHD.dtype} and {v_pool_SHD.dtype}, req_to_token "
-            f"{req_to_token_RC.dtype}; expected one dtype, and torch.int32"
+            f"{req_to_token_RC.dtype}; expected one dtype (pools may be FP8), and torch.int32"
         )
     if not _are_laid_out(k_pool_SHD, v_pool_SHD) or not req_to_token_RC.is_contiguous():
         raise ValueError("kernels: a pool or req_to_token is strided, expected contiguous ones, or page first")
@@ -397,6 +402,12 @@ def _check_coefficients(pool: Tensor, coefficients: Tensor, shape: tuple[int, ..
     is_wide = found[-1] == whole or 1 <= found[-1] <= min(whole, PARTIAL_LANES)
     if found[:-1] != shape or not is_wide or coefficients.dtype != torch.int32:
         raise ValueError(f"kernels: digest coefficients {coefficients.dtype} {found}, expected int32 {(*shape, whole)}")
+
+
+def _are_typed(one: Tensor, other: Tensor, k_pool: Tensor, v_pool: Tensor) -> bool:
+    """Whether tensors and pools are of one dtype, or both pools of one FP8 type."""
+    pools = {k_pool.dtype, v_pool.dtype}
+    return one.dtype == other.dtype and len(pools) == 1 and (pools == {one.dtype} or not pools.isdisjoint(FP8_FORMATS))
 
 
 def _are_laid_out(k_pool: Tensor, v_pool: Tensor) -> bool:

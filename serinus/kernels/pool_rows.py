@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
+
+from serinus.kernels.fp8 import FP8_FORMATS
 
 
 def slot_count(pool: Tensor) -> int:
@@ -36,14 +39,18 @@ def row_of(pool: Tensor, slot: int) -> Tensor:
 
 def rows_of(pool: Tensor, slots_E: Tensor) -> Tensor:
     """A copy of the rows of these slots, [E, H, D]. Slots: int64, all in the pool."""
+    if pool.dtype in FP8_FORMATS:  # torch indexes no tensors of them
+        return rows_of(pool.view(torch.uint8), slots_E).view(pool.dtype)
     if pool.dim() == 4:
         return pool[slots_E // pool.shape[1], slots_E % pool.shape[1]]
     return pool[slots_E]
 
 
 def put_rows(pool: Tensor, slots_T: Tensor, rows_THD: Tensor) -> None:
-    """Write the rows of these slots, in place."""
-    if pool.dim() == 4:
+    """Write the rows of these slots, in place; they are of the type of the pool."""
+    if pool.dtype in FP8_FORMATS:
+        put_rows(pool.view(torch.uint8), slots_T, rows_THD.view(torch.uint8))
+    elif pool.dim() == 4:
         pool[slots_T // pool.shape[1], slots_T % pool.shape[1]] = rows_THD
     else:
         pool[slots_T] = rows_THD

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from serinus.models.batch import ForwardBatch, HostBatch
     from serinus.models.hooks import ForwardHook, NullHook, Put, compose_hooks
     from serinus.models.hub import resolve
-    from serinus.models.loader import Model, choose_dtype, load_model
+    from serinus.models.loader import Model, choose_dtype, choose_kv_dtype, load_model
     from serinus.models.small_checkpoints import make_checkpoint, make_toy
     from serinus.models.spec import (
         KNOWN_ARCHITECTURES,
@@ -38,6 +38,7 @@ __all__ = [
     "RopeSpec",
     "TensorDigests",
     "choose_dtype",
+    "choose_kv_dtype",
     "compose_hooks",
     "file_bytes",
     "load_model",
@@ -54,7 +55,7 @@ __getattr__ = lazy_names(
     batch="ForwardBatch HostBatch",
     hooks="ForwardHook NullHook Put compose_hooks",
     hub="resolve",
-    loader="Model choose_dtype load_model",
+    loader="Model choose_dtype choose_kv_dtype load_model",
     small_checkpoints="make_checkpoint make_toy",
     spec="KNOWN_ARCHITECTURES TOY_ARCHITECTURE ModelSpec RopeSpec load_spec overrides_of spec_of",
     weight_digests="TensorDigests",

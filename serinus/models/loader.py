@@ -29,6 +29,7 @@ from serinus.parallel import Shard
 from serinus.parallel.comm import Comm
 
 _log = get_logger("models")
+_KV_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -38,7 +39,7 @@ class Model(Protocol):
     spec: ModelSpec
     """What this rank runs (ModelSpec.on)."""
     dtype: torch.dtype
-    """Element type of its KV."""
+    """Element type of activations, and of its KV where pools are not FP8."""
 
     def activation(self, token_count: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what goes from stage to stage for so many tokens."""
@@ -64,7 +65,7 @@ class Model(Protocol):
 
 
 def choose_dtype(spec: ModelSpec, name: str = "auto", device: str = "cpu") -> torch.dtype:
-    """The element type of weights and KV.
+    """The element type of weights and activations.
 
     `auto` is bfloat16 wherever the device computes in it (and for the toy, which computes nothing). Elsewhere a GPU
     takes float16, and a CPU float32; Gemma models take float32 there too: float16 cannot hold their activations.
@@ -81,6 +82,18 @@ def choose_dtype(spec: ModelSpec, name: str = "auto", device: str = "cpu") -> to
     if spec.architecture == TOY_ARCHITECTURE or _has_bf16(device):
         return torch.bfloat16
     return torch.float32 if device == "cpu" or is_gemma else torch.float16
+
+
+def choose_kv_dtype(spec: ModelSpec, name: str, dtype: torch.dtype) -> torch.dtype:
+    """The element type of KV, by the setting, for a model computed in `dtype`. Raises ConfigError: rows of latent
+    attention in FP8."""
+    if name == "auto":
+        return dtype
+    if spec.is_latent:
+        raise ConfigError(
+            f"models: kv_cache_dtype {name!r} for {spec.architecture}, whose rows are latent (MLA), expected auto"
+        )
+    return _KV_DTYPES[name]
 
 
 def _has_bf16(device: str) -> bool:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from serinus.core.errors import ConfigError
 from serinus.core.stamps import STAMP_BYTES, STAMP_FIELDS
-from serinus.kernels import Kernels, prefer_huge_pages
+from serinus.kernels import FP8_FORMATS, Kernels, prefer_huge_pages
 from serinus.pool.copy_engine import copy_runs
 
 _LINE_BYTES = 64
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8_FORMATS)
 Strips = Sequence[tuple[Tensor, ...]]
 """Strips of slots of one width: (k, v) or the latent rows of layers, or lanes of stamps."""
 
@@ -40,7 +41,7 @@ class PoolSpec:
     page_count: int
     """Pages, with page 0, which is padding; so at least 2."""
     dtype: torch.dtype
-    """Of keys and values: torch.float32, torch.bfloat16 or torch.float16."""
+    """Of keys and values: torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn or torch.float8_e5m2."""
     device: str = "cpu"
     """Where the bytes are."""
     halves: int = 2
@@ -57,8 +58,8 @@ class PoolSpec:
                 raise ConfigError(f"pool: {name} is {getattr(self, name)}, expected at least {low}")
         if self.page_count < 2:
             raise ConfigError(f"pool: page_count is {self.page_count}, expected at least 2 (page 0 is padding)")
-        if self.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ConfigError(f"pool: dtype is {self.dtype}, expected torch.float32, torch.bfloat16 or torch.float16")
+        if self.dtype not in _DTYPES:
+            raise ConfigError(f"pool: dtype is {self.dtype}, expected one of {', '.join(map(str, _DTYPES))}")
 
     @property
     def is_page_first(self) -> bool:

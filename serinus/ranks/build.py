@@ -20,7 +20,7 @@ from serinus.core.cores import engine_threads
 from serinus.core.errors import BadRequest, ConfigError
 from serinus.core.log import get_logger
 from serinus.core.parts import PageStore, Part
-from serinus.kernels import Kernels, load, warm
+from serinus.kernels import FP8_FORMATS, Kernels, load, warm
 from serinus.models import (
     TOY_ARCHITECTURE,
     ForwardHook,
@@ -28,6 +28,7 @@ from serinus.models import (
     ModelSpec,
     TensorDigests,
     choose_dtype,
+    choose_kv_dtype,
     compose_hooks,
     load_model,
     spec_of,
@@ -46,6 +47,8 @@ from serinus.runner import GrammarMasks, Runner, batch_sizes, oracle_token
 from serinus.text import GrammarVocabulary, load_tokenizer
 
 _log = get_logger("engine")
+_FP8_COLUMNS = ("ref",)
+"""Of kernels that read and write FP8."""
 
 
 class Phases:
@@ -136,7 +139,7 @@ def build_rank(
     spec = spec_of(config.model, device=device)
     shard = spec.shards(mesh, config.parallel.partition)[rank]
     own = spec.on(shard)
-    dtype = choose_dtype(spec, config.model.dtype, device)
+    dtype, kv_dtype = _dtypes(config, spec, device, kernels)
     context = context_of(config, spec)
     peers = [each for each in config.parallel.local_ranks if mesh.pp_rank(each) == mesh.pp_rank(rank)]
     digests = TensorDigests(index=peers.index(rank), count=len(peers))
@@ -153,15 +156,15 @@ def build_rank(
         phases.mark("weights")
         memory = MemoryAccount(device)
         memory.mark("weights")
-        step_bytes = _step_bytes(config, model, kernels, own, dtype, device, context) if profiled else 0
+        step_bytes = _step_bytes(config, model, kernels, own, kv_dtype, device, context) if profiled else 0
         before_pool()
         specs = _agreed(
-            part_specs(config, own, dtype, device, context, step_bytes=step_bytes, own=memory.own_bytes), comm
+            part_specs(config, own, kv_dtype, device, context, step_bytes=step_bytes, own=memory.own_bytes), comm
         )
         host = _agreed_host(config, specs, comm)
         pools = {part: DevicePool(part_spec, kernels) for part, part_spec in specs.items()}
         some = shard if mesh.size > 1 else None
-        namespace = namespace_of(config, spec, specs[Part.FULL], dtype, some)
+        namespace = namespace_of(config, spec, specs[Part.FULL], kv_dtype, some)
         tiers = build_tiers(config, own.layer_parts, pools, namespace, clock, shard=some, counts=host)
         phases.mark("pool")
         memory.mark("KV")
@@ -210,7 +213,7 @@ def assemble(
         comm=comm, grammars=grammars,
     )  # fmt: skip
     return RankParts(
-        config=config, mesh=mesh, comm=comm, spec=spec, shard=shards[rank], context=context, dtype=full.dtype,
+        config=config, mesh=mesh, comm=comm, spec=spec, shard=shards[rank], context=context, dtype=model.dtype,
         device=full.device, kernels=kernels, pools=pools, tables=tables, namespace=namespace, tiers=tiers,
         canary=canary, runner=runner, phases=phases, memory=memory,
     )  # fmt: skip
@@ -320,6 +323,22 @@ def _load_kernels(config: ServeConfig, device: str, phases: Phases) -> Kernels:
         warm(kernels, shapes=())  # the model's own are compiled by the engine's first steps
     phases.mark("kernels")
     return kernels
+
+
+def _dtypes(config: ServeConfig, spec: ModelSpec, device: str, kernels: Kernels) -> tuple[torch.dtype, torch.dtype]:
+    """Of activations and of KV. Raises ConfigError: a setting that cannot be had, or a column that has no kernels of
+    FP8."""
+    dtype = choose_dtype(spec, config.model.dtype, device)
+    kv_dtype = choose_kv_dtype(spec, config.memory.kv_cache_dtype, dtype)
+    if spec.architecture == TOY_ARCHITECTURE:
+        return kv_dtype, kv_dtype  # its rows are bytes of hashes
+    column = kernels.columns["paged_attention"]
+    if kv_dtype in FP8_FORMATS and column not in _FP8_COLUMNS:
+        raise ConfigError(
+            f"engine: kv_cache_dtype is {config.memory.kv_cache_dtype!r}, which kernels of column {column} do not read;"
+            f" expected auto, or --attention-backend {' or '.join(_FP8_COLUMNS)}"
+        )
+    return dtype, kv_dtype
 
 
 def _agreed(specs: dict[Part, PoolSpec], comm: Comm) -> dict[Part, PoolSpec]:

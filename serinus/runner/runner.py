@@ -18,7 +18,7 @@ from serinus.core.errors import InvariantError, OutOfMemory, StepAbandoned
 from serinus.core.parts import Part
 from serinus.core.plan import SampleSpec, SeqWork, StepPlan, StepResult, TableWrite
 from serinus.core.request import TokenLogprobs
-from serinus.kernels import Kernels
+from serinus.kernels import FP8_FORMATS, Kernels
 from serinus.models import ForwardBatch, ForwardHook, Model, NullHook, Put
 from serinus.parallel.comm import Comm, SoloComm
 from serinus.pool import DevicePool, RequestTable
@@ -66,10 +66,10 @@ class Runner:
             )
         for part, pool in pools.items():
             layers = len(model.spec.layers_of(part))
-            if len(pool.layers) != layers or pool.spec.dtype != model.dtype:
+            if len(pool.layers) != layers or pool.spec.dtype not in (model.dtype, *FP8_FORMATS):
                 raise InvariantError(
                     f"runner: a pool of {len(pool.layers)} layers, {pool.spec.dtype}; "
-                    f"expected {layers} layers, {model.dtype}"
+                    f"expected {layers} layers, {model.dtype} or FP8"
                 )
         layers_left = {part: iter(pool.layers) for part, pool in pools.items()}
         self._comm: Comm = comm or SoloComm()

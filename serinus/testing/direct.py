@@ -82,9 +82,10 @@ class DirectEngine:
         canary: Callable[[DirectEngine], CanaryRank] | None = None,
         token_oracle: bool = False,
         grammars: GrammarMasks | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         """`device`: that of the model and the kernels. `canary`: makes one, once pools and tables are there.
-        `grammars`: makes the masks of sequences with a grammar; its owner closes it."""
+        `grammars`: makes the masks of sequences with a grammar; its owner closes it. `kv_dtype`: None = the model's."""
         spec = model.spec
         self.model = model
         self.pools = {
@@ -95,7 +96,7 @@ class DirectEngine:
                     head_size=spec.head_size,
                     page_size=page_size,
                     page_count=page_count,
-                    dtype=model.dtype,
+                    dtype=kv_dtype or model.dtype,
                     device=device,
                     halves=part.halves,
                     stamped=canary is not None,

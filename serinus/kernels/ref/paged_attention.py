@@ -43,7 +43,8 @@ def paged_attention(
 
     Args:
         q_TND: fp32 or bf16.
-        k_pool_SHD, v_pool_SHD: one layer's pools (pool_rows.py); dtype of q. The step's own rows are in them already.
+        k_pool_SHD, v_pool_SHD: one layer's pools (pool_rows.py); dtype of q, or FP8 (fp8.py). The step's own rows are
+            in them already.
         req_to_token_RC: int32; [row, position] -> slot. Only the first context_B[b] entries of a row are read, and of
             these only such as lie in the window of one of the step's tokens: below it they may say anything, and
             their slots may hold anything.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from serinus.kernels.checks import check_qk_rope_store
 from serinus.kernels.contracts import WrittenRows
+from serinus.kernels.fp8 import stored_as
 from serinus.kernels.pool_rows import put_rows
 from serinus.kernels.ref.canary import digest_values
 from serinus.kernels.ref.rms_norm import rms_norm
@@ -34,7 +35,8 @@ def qk_rope_store(
         q_norm_D, k_norm_D: weights of the per-head RMS norms, as rms_norm takes them, both of one dtype; or None for
             no norm.
         eps: of those norms.
-        k_pool_SHD, v_pool_SHD: one layer's pools (pool_rows.py); changed in place; dtype of qkv.
+        k_pool_SHD, v_pool_SHD: one layer's pools (pool_rows.py); changed in place; dtype of qkv, or FP8: keys and
+            values of the dtype of qkv are rounded once more (fp8.py).
         slots_T: int64; token t goes to slot slots_T[t]. Distinct, except for padding tokens, which go to 0.
         q_out_TND: changed in place; dtype of qkv.
         written: where the digests of the stored rows are added, made of the values and not of the pool.
@@ -56,7 +58,7 @@ def qk_rope_store(
     cos = cos_PF[positions_T].unsqueeze(1)
     sin = sin_PF[positions_T].unsqueeze(1)
     q_out_TND.copy_(_rotate(q, cos, sin))
-    k, v = _rotate(k, cos, sin), v.contiguous()
+    k, v = (stored_as(x, k_pool_SHD.dtype) for x in (_rotate(k, cos, sin), v.contiguous()))
     if written is not None:
         digest_values(written, k, v)
     put_rows(k_pool_SHD, slots_T, k)
