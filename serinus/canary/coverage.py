@@ -1,19 +1,31 @@
-"""Which stamps are verified in which step: each sequence's stride, and a plan cut into pieces. Plain data, no tensors.
+"""Which stamps are verified in which step: each sequence's stride, and a plan cut into pieces. No tensors.
 
 `full` is a stride of 1: every page of every running request in every step. `rotating:N` is stride N: each page once in
 any N steps of the request, by the position that it computes; where the leader says so (SeqWork.whole) all of them at
 once. Which pages that are in a step is worked out by `canary_due`.
+
+On a GPU the turns of neighbouring pages come together (`turn_size`): attention there digests a block of positions or
+none of it, and of four pages in a block one that is due would cost as much as all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 Counts = NDArray[np.int64]
+_BLOCK: Final = 64
+"""Positions that attention reads at a time on a GPU (kernels/triton/decode_attention.py)."""
+
+
+def turn_size(page_size: int, device: torch.device) -> int:
+    """Positions whose turn comes in one step, whole pages: what `due_pages` and a watch take for their page size."""
+    return page_size if device.type == "cpu" else page_size * max(1, _BLOCK // page_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

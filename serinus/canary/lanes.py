@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from serinus.canary.coverage import turn_size
 from serinus.canary.ring import Ring, RingCounts
 from serinus.canary.settings import CheckSettings
 from serinus.canary.violation import launch_tag
@@ -56,6 +57,8 @@ class PartLanes:
     """Those of all rings."""
     watch: Watch
     """Verifies and writes around the forward pass, into `running` and `stored`."""
+    turn_size: int
+    """Positions whose turn comes in one step, where each has its turn."""
     rings: tuple[Ring, ...] = field(init=False)
     """Those of the part that steps and sweeps write to; the others are read with the check that they serve."""
 
@@ -107,7 +110,7 @@ def lanes_of(
     written = table.twin()
     watch = kernels.canary_watch(
         kernels, table.table, written.table, pool.stamps_LS4, pool.layers, coefficients, running.tensors,
-        stored.tensors, settings.page_size,
+        stored.tensors, turn := turn_size(settings.page_size, table.table.device),
     )  # fmt: skip
     return PartLanes(
         part=part,
@@ -126,6 +129,7 @@ def lanes_of(
         stored=stored,
         counts=counts,
         watch=watch,
+        turn_size=turn,
     )
 
 

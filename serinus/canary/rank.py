@@ -182,7 +182,7 @@ class CanaryRank:
             reads = checks.reads[part] = reads_of(
                 rows, starts, wholes, first_name=base, stride=settings.stride, window=window
             )
-            checks.due[part] = due_pages(self._kernels.canary_due, reads, settings.page_size, window)
+            checks.due[part] = due_pages(self._kernels.canary_due, reads, lanes.turn_size, window)
             checks.bound[part] = bound_of(reads, starts, chains)
             if lanes.coefficients_L22W is not None and work:
                 checks.stored[part] = int(np.count_nonzero(np.concatenate([each.slots[part] for each in work])))

@@ -109,7 +109,7 @@ class LayerDigest:
     first; the digest is the sum over P. `packed_sums` makes digests of it. What becomes of entries whose slot is 0 is
     not defined."""
     page_size: int
-    """Positions of a page."""
+    """Positions of a page, or of as many pages as are due together."""
     canary_digest: Callable[..., Tensor] | None = None
     """What digests rows that were gathered; None: that of the column."""
     kept: Kept = field(default_factory=dict, compare=False)

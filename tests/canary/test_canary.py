@@ -80,6 +80,13 @@ def test_one_flipped_byte_is_reported_at_its_slot_and_nowhere_else(tmp_path: Pat
     assert (violation.owner, violation.users, violation.history) == ("", (), ""), "the leader adds these"
 
 
+@pytest.fixture(params=[1, 3], ids=["turns of a page", "turns of three pages"])
+def turns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, and as on a GPU, where several pages have their turn together."""
+    monkeypatch.setattr("serinus.canary.lanes.turn_size", lambda page_size, device: page_size * request.param)
+
+
+@pytest.mark.usefixtures("turns")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_partial_digests_see_the_first_16_bytes_and_rotating_coverage_sees_all_within_its_turns(
     tmp_path: Path, shape: str
@@ -94,6 +101,7 @@ def test_partial_digests_see_the_first_16_bytes_and_rotating_coverage_sees_all_w
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("turns")
 def test_every_slot_of_a_window_has_its_turn_before_it_leaves(tmp_path: Path) -> None:
     for age in range(2, 9):
         engine = watched(tmp_path / str(age), "swa", stride=50)

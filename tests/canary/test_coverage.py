@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serinus.canary.coverage import DuePages, due_pages, pieces, reads_of
+from serinus.canary.coverage import DuePages, due_pages, pieces, reads_of, turn_size
 from serinus.kernels.cpu import canary as cpu
 from serinus.kernels.due import entries_of
 from serinus.kernels.ref import canary as ref
@@ -68,6 +69,12 @@ def test_pieces_cover_all_sequences_in_order_and_keep_to_the_limit(
         assert count <= entries_max or columns.shape[1] == 1
         seen += positions(DuePages(columns_7B=columns, entry_count=count, slot_count=0), 4)
     assert seen == positions(due, 4)
+
+
+def test_on_a_gpu_the_turns_of_pages_that_attention_reads_together_come_together() -> None:
+    sizes = (1, 16, 48, 64, 128)
+    assert [turn_size(size, torch.device("cuda")) for size in sizes] == [64, 64, 48, 64, 128]
+    assert [turn_size(size, torch.device("cpu")) for size in sizes] == list(sizes)
 
 
 def test_a_sequence_is_verified_whole_where_the_leader_says_so() -> None:

@@ -41,6 +41,7 @@ def canary_watch(
         layers_kv: its pools, in the order of the coefficients.
         coefficients_L22W: of `digest_coefficients`; None = no KV is digested.
         ring: rows, count and checked of `canary_verify`; stored: the same of what is read back after it was stored.
+        page_size: that for which `canary_due` made the plans.
     All tensors stay where they are as long as the watch is used.
     Raises:
         ValueError: the coefficients are not those of these pools (here or at the first digest).
