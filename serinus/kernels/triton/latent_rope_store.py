@@ -77,11 +77,7 @@ def _latent_store(
         slot = tl.load(slots + t)
         is_there = (slot >= 0) & (slot < slot_count)
         kept, turned = tl.where(is_there, RANK, 0), tl.where(is_there, HALF, 0)
-        kept_at = pool + row_starts(slot, gap, ROW, SLOTS)
-        tl.store(kept_at + r, latent_R, mask=r < kept)
-        tl.store(kept_at + RANK + f, low_F, mask=f < turned)
-        tl.store(kept_at + RANK + HALF + f, high_F, mask=f < turned)
-        if WIDTH:
+        if WIDTH:  # before the stores, which no load may overtake
             for which in tl.static_range(2):
                 mine = factors + which * WIDTH
                 total = add_sum(weighed(latent_R, mine, r, r < RANK, WIDTH))
@@ -89,6 +85,10 @@ def _latent_store(
                 total += add_sum(weighed(high_F, mine, RANK + HALF + f, f < HALF, WIDTH))
                 total = (total & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
                 tl.atomic_add(sums + t * 4 + which, total, sem="relaxed")
+        kept_at = pool + row_starts(slot, gap, ROW, SLOTS)
+        tl.store(kept_at + r, latent_R, mask=r < kept)
+        tl.store(kept_at + RANK + f, low_F, mask=f < turned)
+        tl.store(kept_at + RANK + HALF + f, high_F, mask=f < turned)
     else:
         h = (tl.program_id(1) - 1) * EACH + tl.arange(0, EACH)
         inside = (h < HEADS)[:, None] & (f < HALF)[None, :]

@@ -120,10 +120,7 @@ def _keep(
     inside = (f < SIZE // 2)[None, :]
     stored = (f < tl.where((slot >= 0) & (slot < slot_count), SIZE // 2, 0))[None, :]
     element = (head + h)[:, None] * SIZE + f[None, :]
-    spot = pool + row_starts(slot, gap, KV_HEADS * SIZE, SLOTS) + element
-    tl.store(spot, low, mask=stored)
-    tl.store(spot + SIZE // 2, high, mask=stored)
-    if WIDTH:
+    if WIDTH:  # before the stores, which no load may overtake
         mine = factors + half * 2 * WIDTH
         for which in tl.static_range(2):
             coefficients = mine + which * WIDTH
@@ -133,6 +130,9 @@ def _keep(
             tl.atomic_add(
                 sums + (t * 2 + half) * 2 + which, total.to(tl.uint32).to(tl.int32, bitcast=True), sem="relaxed"
             )
+    spot = pool + row_starts(slot, gap, KV_HEADS * SIZE, SLOTS) + element
+    tl.store(spot, low, mask=stored)
+    tl.store(spot + SIZE // 2, high, mask=stored)
 
 
 @_jit
