@@ -4,9 +4,10 @@ what handing a prompt over takes beside computing it. One JSON line each.
     python -m benchmarks.gpu_handoff [--tokens 2000] [--rounds 30] [--no-engine]      (from the top; a GPU with 48 GB)
 
 Real ports, machines and pools of the shape of Qwen3-8B in two processes (handoff_pair.py). GB/s are bytes that were
-moved, each read once and written once: of the pull, with its sums, and in turns of a plain copy of as many bytes.
-`busy`: the other process keeps the card busy with matrix products; the two processes take turns on it. A handoff is
-from the request until all pages are confirmed; its share is of the first token of the same prompt from `LLM`.
+moved, each read once and written once: of the pull, with its sums, and in turns of a plain copy of as many bytes; one
+by one, and some under way at a time. `busy`: the other process keeps the card busy with matrix products; the two take
+turns on it. A handoff is from the request until all pages are confirmed; its share is of the first token of the same
+prompt from `LLM`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ PAGES = 512
 """Of each pool: 1.2 GB."""
 PULLED = 256
 """Pages of one pull."""
+TOGETHER = 8
+"""Pulls under way at a time, as of as many handoffs."""
 GOALS = {"idle_gb_s": 1200, "busy_gb_s": 500, "open_ms": 5.0, "of_prefill": 0.03}
 
 
@@ -48,35 +51,37 @@ def seconds_of(job: Callable[[], object]) -> float:
     return CLOCK.now() - begin
 
 
-def puller(pair: Pair) -> Callable[[], None]:
-    """One read of scattered pages into scattered pages, until it is said to be over."""
+def puller(pair: Pair, count: int = 1) -> Callable[[], None]:
+    """So many reads of scattered pages into scattered pages, begun together, until all are said to be over."""
     backend: Any = pair.backends[0]
     (peer,) = backend._peers
     rng = np.random.default_rng(1)
     pages, sources = (rng.permutation(np.arange(1, PAGES + 1, dtype=np.int32))[:PULLED] for _ in range(2))
 
     def once() -> None:
-        op = backend.read(peer, Part.FULL, pages, sources, 1234567)
-        while (result := backend.poll(op)).state is OpState.PENDING:
-            pass
-        assert result.state is OpState.DONE
+        for op in [backend.read(peer, Part.FULL, pages, sources, 1234567) for _ in range(count)]:
+            while (result := backend.poll(op)).state is OpState.PENDING:
+                pass
+            assert result.state is OpState.DONE
 
     return once
 
 
-def copier(byte_count: int) -> Callable[[], object]:
-    """A plain copy of so many bytes."""
-    source, target = (torch.zeros(byte_count, dtype=torch.uint8, device="cuda") for _ in range(2))
-    return lambda: target.copy_(source)
+def copier(byte_count: int, count: int = 1) -> Callable[[], object]:
+    """So many plain copies of so many bytes, queued together."""
+    source, target = (torch.randint(0, 256, (byte_count,), dtype=torch.uint8, device="cuda") for _ in range(2))
+    return lambda: [target.copy_(source) for _ in range(count)]
 
 
 def rates(pair: Pair, rounds: int) -> dict[str, float]:
-    """GB/s of pulls, of copies in turns with them, and of sums; milliseconds to open the owner's memory."""
+    """GB/s of pulls one by one and some at a time, of copies in turns with them, and of sums; milliseconds to open the
+    owner's memory."""
     byte_count = PULLED * MODEL.page_bytes
     backend: Any = pair.backends[0]
     ids = np.arange(1, PULLED + 1, dtype=np.int32)
     jobs: dict[str, Callable[[], object]] = {
-        "pull": puller(pair), "copy": copier(byte_count), "sums": lambda: backend.digests(Part.FULL, ids, 5),
+        "pull": puller(pair), "pulls": puller(pair, TOGETHER), "copy": copier(byte_count),
+        "copies": copier(byte_count, TOGETHER), "sums": lambda: backend.digests(Part.FULL, ids, 5),
     }  # fmt: skip
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for _ in range(rounds):
@@ -84,8 +89,13 @@ def rates(pair: Pair, rounds: int) -> dict[str, float]:
             seconds[name].append(seconds_of(job))
     (peer,), (known,) = backend._peers, pair.port._peers.values()
     opening = [seconds_of(lambda: backend.connect(peer, known.endpoints[0])) for _ in range(5)]
-    found = {f"{name}_gb_s": byte_count / statistics.median(spent) / 1e9 for name, spent in seconds.items()}
-    return {**found, "of_copy": found["pull_gb_s"] / found["copy_gb_s"], "open_ms": 1e3 * statistics.median(opening)}
+    moved = {name: byte_count * (TOGETHER if name in ("pulls", "copies") else 1) for name in jobs}
+    found = {f"{name}_gb_s": moved[name] / statistics.median(spent) / 1e9 for name, spent in seconds.items()}
+    shares = {
+        "of_copy": found["pull_gb_s"] / found["copy_gb_s"],
+        "of_copies": found["pulls_gb_s"] / found["copies_gb_s"],
+    }
+    return {**found, **shares, "open_ms": 1e3 * statistics.median(opening)}
 
 
 def handoffs(pair: Pair, tokens: int, rounds: int) -> dict[str, float]:

@@ -23,9 +23,11 @@ __all__ = ["PIECES", "Piece", "run_pieces"]
 
 CLOCK = WallClock()
 TESTS = (
-    "kernels/test_triton.py", "runner", "engine/test_gpu_overlap.py", "engine/test_gpu_memory.py",
-    "engine/test_gpu_tiers.py", "canary", "pool", "pd", "models", "e2e/test_gpu.py", "e2e/test_gpu_http.py",
+    "kernels/test_triton.py", "models", "runner", "engine/test_gpu_overlap.py", "engine/test_gpu_memory.py",
+    "engine/test_gpu_tiers.py", "canary", "pool", "pd", "e2e/test_gpu.py", "e2e/test_gpu_http.py",
 )  # fmt: skip
+_SHARED = {"kernels/test_triton.py": 8, "models": 8}
+"""Processes of a piece; one by default, which may have the card to itself. These compile most of their time."""
 BENCHMARKS = {
     "server_64": "gpu_server --rounds 1 --streams 64", "engine_64": "gpu_engine --batch 64 --canary none rotating:16",
     "server_256": "gpu_server --rounds 1 --streams 256", "engine_1": "gpu_engine --batch 1 --canary none",
@@ -45,7 +47,11 @@ class Piece:
 
 PIECES = {
     "tests": [
-        Piece(name=path, words=("-m", "pytest", "-q", "-x", "-m", "gpu", f"tests/{path}")) for path in TESTS
+        Piece(
+            name=path,
+            words=("-m", "pytest", "-p", "no:benchmark", "-n", str(_SHARED.get(path, 0)), "-m", "gpu", f"tests/{path}"),
+        )
+        for path in TESTS
     ],
     "benchmarks": [
         Piece(name=name, words=("-m", *(f"benchmarks.{words}".split()))) for name, words in BENCHMARKS.items()
