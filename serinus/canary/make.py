@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from serinus.cache import PrefixCache
 from serinus.canary.faults import LeadFaults
 from serinus.canary.judge import Requests
@@ -35,6 +37,7 @@ def make_canary_rank(
     device: str,
     clock: Clock,
     oracle: TokenOracle | None = None,
+    dtype: torch.dtype | None = None,
 ) -> CanaryRank | None:
     """The canary of one rank; None = the settings ask for none.
 
@@ -42,6 +45,7 @@ def make_canary_rank(
         spec: the whole model; shards: what each rank has of it.
         pools, tables, host: of this rank; host is empty without a host tier.
         oracle: the tokens that the sampler must emit, with --sampling-backend token_oracle.
+        dtype: of the model; None = that of the pools.
     Raises ConfigError: the settings ask for faults that this model or this engine cannot have.
     """
     settings = config.canary
@@ -56,9 +60,9 @@ def make_canary_rank(
     kernels = load(device)
     if settings.kv_canary_real_data == "all" and not spec.is_latent:
         # Else the first decode step would wait for what digests in attention.
-        shape = (spec.head_size, spec.head_count // spec.kv_head_count)
+        shape, kv_dtype = (spec.head_size, spec.head_count // spec.kv_head_count), pools[Part.FULL].spec.dtype
         warm(
-            kernels, shapes=(shape,), dtype=pools[Part.FULL].spec.dtype, watched=True,
+            kernels, shapes=(shape,), dtype=dtype or kv_dtype, kv_dtype=kv_dtype, watched=True,
             windows=sorted({part is Part.SWA for part in own.layer_parts}), capped=spec.attention_softcap is not None,
         )  # fmt: skip
     return CanaryRank(

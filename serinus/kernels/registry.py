@@ -212,7 +212,7 @@ def load(device: str, column: str = "auto", *, own: Collection[str] = ()) -> Ker
     return Kernels(device=kind, columns=columns, decode_layers=_decode_layers(column), warmer=_warmer(column), **ops)
 
 
-Warmer = Callable[[Sequence[tuple[int, int]], torch.dtype, bool, Sequence[bool], bool], None]
+Warmer = Callable[[Sequence[tuple[int, int]], torch.dtype, bool, Sequence[bool], bool, torch.dtype], None]
 """What `warm` calls of a column."""
 _USUAL_SHAPES = ((64, 4), (64, 7), (64, 8), (128, 1), (128, 2), (128, 4), (128, 5), (128, 7), (128, 8))
 """(head size, group) of the dense Llama, Qwen and Mistral checkpoints that fit a CPU."""
@@ -221,6 +221,7 @@ _USUAL_SHAPES = ((64, 4), (64, 7), (64, 8), (128, 1), (128, 2), (128, 4), (128, 
 def warm(
     kernels: Kernels, *, shapes: Sequence[tuple[int, int]] = _USUAL_SHAPES, dtype: torch.dtype = torch.bfloat16,
     watched: bool = False, windows: Sequence[bool] = (False,), capped: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> None:  # fmt: skip
     """Make the machine code ready: compiled once, from the disk ever after. Idempotent.
 
@@ -230,13 +231,14 @@ def warm(
         dtype: torch.bfloat16 or torch.float32.
         watched: of these shapes nothing but attention that digests what it reads, for the canary: of layers without a
             window, of those with one (`windows`), with capped scores or without (`capped`).
+        kv_dtype: of the pools; None = `dtype`.
     Raises:
         ConfigError: there is no place to keep compiled kernels.
     Cost: half a second from the disk; the first time about 20 s, 10 s of them for what does not depend on the model.
     What was not warmed is compiled at first use.
     """
     if kernels.warmer is not None:
-        kernels.warmer(shapes, dtype, watched, windows, capped)
+        kernels.warmer(shapes, dtype, watched, windows, capped, kv_dtype or dtype)
 
 
 def _find(op: str, column: str) -> tuple[Any, str]:

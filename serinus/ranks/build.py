@@ -47,7 +47,7 @@ from serinus.runner import GrammarMasks, Runner, batch_sizes, oracle_token
 from serinus.text import GrammarVocabulary, load_tokenizer
 
 _log = get_logger("engine")
-_FP8_COLUMNS = ("ref",)
+_FP8_COLUMNS = ("ref", "cpu")
 """Of kernels that read and write FP8."""
 
 
@@ -194,7 +194,8 @@ def assemble(
     token = partial(oracle_token, vocab_size=spec.vocab_size) if oracle else None
     host = {} if tiers is None else tiers.host
     canary = make_canary_rank(
-        config, spec, shards, rank, pools, tables, host, device=full.device, clock=phases.clock, oracle=token
+        config, spec, shards, rank, pools, tables, host, device=full.device, clock=phases.clock, oracle=token,
+        dtype=model.dtype,
     )  # fmt: skip
     memory.mark("canary")
     if canary is not None and tiers is not None and tiers.storage is not None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import AttentionBatch, Kernels, LayerDigest, packed_sums
+from serinus.kernels import FP8_FORMATS, AttentionBatch, Kernels, LayerDigest, packed_sums
+from serinus.kernels.fp8 import stored_as
 from serinus.kernels.packed import PackedFactors
 
 from .conftest import make_paged
@@ -100,6 +101,7 @@ def watched_case(seed: int) -> tuple[tuple[Any, ...], dict[str, Any], Tensor, La
     rng = random.Random(seed)
     (size, group), page = rng.choice(((64, 4), (128, 2), (48, 2))), rng.choice((1, 4, 16))
     heads, dtype = rng.choice((1, 2, 3)), rng.choice((torch.bfloat16,) * 3 + (torch.float32,))
+    kind = rng.choice((dtype, dtype, *FP8_FORMATS))
     sequences = [(1, rng.randint(1, 150)) for _ in range(rng.randint(1, 3))]
     counts = rng.sample((2, 7, 12, 70, 300), rng.randint(0, 2))
     sequences += [(count, count + rng.randint(0, 150)) for count in counts]
@@ -107,6 +109,7 @@ def watched_case(seed: int) -> tuple[tuple[Any, ...], dict[str, Any], Tensor, La
     paged = make_paged(
         seed=seed, sequences=sequences, heads=heads * group, kv_heads=heads, head_size=size, page_size=page, dtype=dtype
     )
+    pools = stored_as(paged.k_pool, kind), stored_as(paged.v_pool, kind)
     window, partial = rng.choice((None, None, 20, 130)), rng.random() < 0.2
     sets: list[list[list[int]]] = [[], []]
     entries = 0
@@ -119,10 +122,10 @@ def watched_case(seed: int) -> tuple[tuple[Any, ...], dict[str, Any], Tensor, La
             column, entries = due_of(rng, b, row, begin, end, page, entries)
             columns.append(column)
     due = torch.tensor(sets[0] if rng.random() < 0.3 else sets[0] + sets[1]).T.contiguous()
-    lanes = size * dtype.itemsize // 2
+    lanes = size * kind.itemsize // 2
     coefficients = torch.from_numpy(digest_coefficients([3], range(heads), lanes, 2, partial=partial))[0]
     sums = torch.randint(-9, 9, (rng.randint(1, 3), 2, 2, entries), dtype=torch.int32)
-    inputs = paged.q, paged.k_pool, paged.v_pool, paged.table, paged.batch, 0.1
+    inputs = paged.q, *pools, paged.table, paged.batch, 0.1
     given: dict[str, Any] = {"window": window, "softcap": 20.0 if size == 64 and rng.random() < 0.4 else None}
     given["sinks_N"] = torch.randn(heads * group) if rng.random() < 0.5 else None
     return inputs, given, coefficients, LayerDigest(

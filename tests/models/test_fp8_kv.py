@@ -48,7 +48,7 @@ def rounded_reference(path: Path, ids: list[int], kind: torch.dtype | None) -> t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("column", ["ref"])
+@pytest.mark.parametrize("column", ["ref", "cpu"])
 @pytest.mark.parametrize("kind", [E4M3, E5M2])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral_swa", "gemma2", "gpt_oss"])
 def test_logits_are_those_of_transformers_with_a_cache_in_fp8(

@@ -27,12 +27,23 @@ from numba import types
 
 from serinus.core.errors import ConfigError
 from serinus.kernels import canary
-from serinus.kernels.cpu import digest, llvm, products, quantized, row_steps, scalar, selection, vector, watching
+from serinus.kernels.cpu import (
+    digest,
+    fp8,
+    llvm,
+    products,
+    quantized,
+    row_steps,
+    scalar,
+    selection,
+    vector,
+    watching,
+)
 
 VERSION = zlib.crc32(
     b"".join(
         Path(str(module.__file__)).read_bytes()
-        for module in (canary, digest, llvm, products, quantized, row_steps, scalar, selection, vector, watching)
+        for module in (canary, digest, fp8, llvm, products, quantized, row_steps, scalar, selection, vector, watching)
     )
 )
 """Digest of the sources that every body inlines. numba's cache on the disk watches only a body's own file, so each body

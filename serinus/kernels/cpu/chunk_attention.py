@@ -1,4 +1,4 @@
-"""Causal attention of prompt chunks over paged bf16 KV, on the processor's bf16 dot products (AVX512-BF16).
+"""Causal attention of prompt chunks over paged KV, bf16 or FP8, on the processor's bf16 dot products (AVX512-BF16).
 
 Shapes: T = tokens of this step, N = query heads, H = KV heads, G = N / H, D = head size, U = work items.
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from serinus.kernels.contracts import LayerDigest
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.digest import BLOCK, absorb_16_rows, fold_16_sums
+from serinus.kernels.cpu.fp8 import BF16, bytes_of, kind_of, widen_row
 from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, cap_score, carray, exp2, fetch_add, host_has, inlined, narrow
 from serinus.kernels.cpu.vector import TILE, copy_bytes, largest, multiply_tile
 from serinus.kernels.cpu.watching import (
@@ -132,13 +133,14 @@ def attend_chunks(
         how = PACKED if is_packed(digest) else PLAIN
         threads = min(threads, len(digest.sums_P22E))
         arguments = _Watched(*given, *watch_integers(digest, how, 0, sequences), *last)
-    _body(size, heads // kv_heads, window is not None, softcap is not None, how, VERSION)(arguments, threads)
+    shape, kind = (size, heads // kv_heads), kind_of(k_pool_SHD.dtype)
+    _body(*shape, window is not None, softcap is not None, how, kind, VERSION)(arguments, threads)
     return int(arguments.bad)
 
 
-def warm(head_size: int, group: int, windowed: bool, capped: bool, watched: int) -> None:
-    """Compile, or load from the disk."""
-    _body(head_size, group, windowed, capped, watched, VERSION)
+def warm(head_size: int, group: int, windowed: bool, capped: bool, watched: int, kind: int) -> None:
+    """Compile, or load from the disk. `kind`: of the pools."""
+    _body(head_size, group, windowed, capped, watched, kind, VERSION)
 
 
 @inlined(fastmath=FAST)
@@ -240,10 +242,12 @@ def _drop_shares(shares: Any, hidden: Any) -> None:
 
 
 @cache
-def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, version: int) -> Body:
+def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, kind: int, version: int) -> Body:
     tile_tokens = _ROWS // group
     field_count = _WATCHED_FIELDS if watched else _FIELDS
-    digest_blocks = size // BLOCK
+    head_bytes = size * bytes_of(kind)
+    lanes = head_bytes // 2
+    digest_blocks = lanes // BLOCK
     columns = TILE * 16
 
     def attend(args: Any) -> None:
@@ -254,7 +258,7 @@ def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, ver
         cap = np.float32(carray(args, field_count, np.float64)[field_count - 1])
         heads, context_max = a[8], a[10]
         units = carray(at(a[7]), (a[6], UNIT_FIELDS), np.int64)
-        row_bytes = a[9] * size * 2
+        row_bytes = a[9] * head_bytes
         block_words = _KEYS * size // 2
         query = np.zeros(_ROWS * size, np.uint16)
         score = np.empty(_ROWS * _KEYS, np.float32)
@@ -265,6 +269,8 @@ def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, ver
         entries = np.empty(_KEYS, np.int64)
         weights = np.empty(_KEYS, np.int32)
         rows_at = np.empty(_KEYS, np.int64)
+        wide_at = np.arange(_KEYS) * (size * 2)
+        wide = np.empty(2 * _KEYS * size, np.uint16)
         parts = np.zeros(GROUP * 32, np.int32)
         found = np.empty(2 * GROUP, np.int32)
         if watched:
@@ -283,14 +289,22 @@ def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, ver
             blocks = (end - low + _KEYS - 1) // _KEYS
             keys = np.empty(blocks * block_words, np.uint32)
             values = np.empty(blocks * block_words, np.uint32)
-            head_at = head * size * 2
+            head_at = head * head_bytes
             for b in range(blocks):
                 packed = slice(b * block_words, b * block_words + block_words)
                 start = low + b * _KEYS
                 here = min(_KEYS, end - start)
                 if not _find_rows(rows_at, table, start, here, row_bytes, a[11]):
                     a[12] = row + 1
-                _pack(a[2] + head_at, a[3] + head_at, rows_at, here, keys[packed], values[packed], size)
+                if kind == BF16:
+                    _pack(a[2] + head_at, a[3] + head_at, rows_at, here, keys[packed], values[packed], size)
+                else:
+                    k_at = np.int64(wide.ctypes.data)
+                    v_at = k_at + _KEYS * size * 2
+                    for p in range(here):
+                        widen_row(a[2] + head_at + rows_at[p], k_at + wide_at[p], size, kind)
+                        widen_row(a[3] + head_at + rows_at[p], v_at + wide_at[p], size, kind)
+                    _pack(k_at, v_at, wide_at, here, keys[packed], values[packed], size)
                 if watched:
                     find_entries(entries, due, w[6], w[7], units[u, 8], start, here, w[5])
                     _weigh(weights, units[u, 9], units[u, 10], past, count, tile_tokens, a[13], start)
@@ -300,9 +314,10 @@ def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, ver
                             if not any_due(entries, p):
                                 continue
                             if watched == PACKED:
+                                factors = w[0] + (kv * a[9] + head) * (lanes * 8)
                                 absorb_16_rows(
-                                    pool + head_at, rows_at.ctypes.data + p * 8, w[0] + (kv * a[9] + head) * (size * 8),
-                                    parts.ctypes.data, digest_blocks,
+                                    pool + head_at, rows_at.ctypes.data + p * 8, factors, parts.ctypes.data,
+                                    digest_blocks,
                                 )  # fmt: skip
                                 fold_16_sums(
                                     parts.ctypes.data, w[1] + (kv * a[9] + head) * 8, found.ctypes.data
@@ -313,7 +328,7 @@ def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, ver
                                     if entries[r] >= 0:
                                         add_row(
                                             own, w[4], entries[r], weights[r], pool + rows_at[r],
-                                            w[0] + kv * w[8] * 8, w[8], head * size, (head + 1) * size,
+                                            w[0] + kv * w[8] * 8, w[8], head * lanes, (head + 1) * lanes,
                                         )  # fmt: skip
             for tile in range(units[u, 5], units[u, 6]):
                 token = tile * tile_tokens

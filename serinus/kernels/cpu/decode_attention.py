@@ -1,4 +1,4 @@
-"""Attention of single query tokens over paged bf16 KV, on the processor's bf16 dot products (AVX512-BF16).
+"""Attention of single query tokens over paged KV, bf16 or FP8, on the processor's bf16 dot products (AVX512-BF16).
 
 Shapes: T = tokens of this step, N = query heads, H = KV heads, G = N / H, D = head size, U = work items.
 
@@ -24,6 +24,7 @@ import torch
 
 from serinus.kernels.cpu.body import VERSION, Body, compile_body
 from serinus.kernels.cpu.digest import BLOCK, absorb_16_rows, fold_16_sums
+from serinus.kernels.cpu.fp8 import BF16, bytes_of
 from serinus.kernels.cpu.scalar import at, cap_score, carray, fetch_add, host_has, narrow
 from serinus.kernels.cpu.vector import add_rows, begin_shares, dots_16, take_shares
 from serinus.kernels.cpu.watching import (
@@ -59,14 +60,19 @@ def serves(head_size: int, group: int, dtype: torch.dtype) -> bool:
 
 
 @cache
-def decode_body(size: int, group: int, capped: bool, watched: int = 0, version: int = VERSION) -> Body:
-    """The kernel for one shape of heads: compiled, or loaded from the disk. `capped`: scores go through tanh.
+def decode_body(
+    size: int, group: int, capped: bool, watched: int = 0, kind: int = BF16, version: int = VERSION
+) -> Body:
+    """The kernel for one shape of heads: compiled, or loaded from the disk. `capped`: scores go through tanh;
+    `kind`: of the pools, bf16 or FP8.
 
     `watched`: PACKED or PLAIN; the rows that are due are digested too, 16 positions right after attention read them,
     from the cache. The arguments of WATCH_INTEGERS follow then. The last integer is the address of sinks, or 0.
     """
-    half, blocks = size // 2, size // BLOCK
-    ahead_max = max(1, _AHEAD_BYTES // (_GROUP * size * 2))
+    head_bytes = size * bytes_of(kind)
+    half, lanes = size // 2, head_bytes // 2
+    blocks = lanes // BLOCK
+    ahead_max = max(1, _AHEAD_BYTES // (_GROUP * head_bytes))
     field_count = _WATCHED_FIELDS if watched else _FIELDS
 
     def attend(args: Any) -> None:
@@ -78,7 +84,7 @@ def decode_body(size: int, group: int, capped: bool, watched: int = 0, version: 
         sinks = a[field_count - 3]
         unit_count, heads, kv_heads, context_max = a[6], a[8], a[9], a[10]
         units = carray(at(a[7]), (unit_count, UNIT_FIELDS), np.int64)
-        row_bytes = kv_heads * size * 2
+        row_bytes = kv_heads * head_bytes
         total = np.empty(heads * size, np.float32)
         score = np.empty(heads * _BLOCK, np.float32)
         top = np.empty(heads, np.float32)
@@ -105,7 +111,7 @@ def decode_body(size: int, group: int, capped: bool, watched: int = 0, version: 
             total[head * group * size : head_end * group * size] = np.float32(0)
             begin_shares(top, mass, head * group, head_end * group, sinks)
             if watched == PACKED:
-                # Of the heads of this item; factors of head h and half i lie at (i * kv_heads + h) * size * 8 bytes.
+                # Of the heads of this item; factors of head h and half i lie at (i * kv_heads + h) * lanes * 8 bytes.
                 lacking = carray(at(a[14]), 4 * kv_heads, np.int32)
                 bias[:] = 0
                 for i in range(2):
@@ -130,13 +136,13 @@ def decode_body(size: int, group: int, capped: bool, watched: int = 0, version: 
                         if then >= head_end:
                             place, then_at, then = first, pool, then - held
                         dots_16(
-                            query + h * (group * size * 2), a[2] + h * (size * 2), rows.ctypes.data + p * 8, scale,
+                            query + h * (group * size * 2), a[2] + h * head_bytes, rows.ctypes.data + p * 8, scale,
                             score.ctypes.data + (h * (group * _BLOCK) + p) * 4, _BLOCK,
-                            then_at + then * (size * 2), rows.ctypes.data + place * 8, size, group,
+                            then_at + then * head_bytes, rows.ctypes.data + place * 8, size, group, kind,
                         )  # fmt: skip
                         if watched == PACKED and is_due:
                             absorb_16_rows(
-                                a[2] + h * (size * 2), rows.ctypes.data + p * 8, a[13] + h * (size * 8),
+                                a[2] + h * head_bytes, rows.ctypes.data + p * 8, a[13] + h * (lanes * 8),
                                 parts.ctypes.data, blocks,
                             )  # fmt: skip
                     if watched == PACKED and is_due:
@@ -147,7 +153,7 @@ def decode_body(size: int, group: int, capped: bool, watched: int = 0, version: 
                             if entries[r] >= 0:
                                 add_row(
                                     sums, a[17], entries[r], weights[r], a[2] + rows[r], a[13], a[21],
-                                    head * size, head_end * size,
+                                    head * lanes, head_end * lanes,
                                 )  # fmt: skip
                 if capped:
                     for i in range(head * group * _BLOCK, head_end * group * _BLOCK):
@@ -169,14 +175,14 @@ def decode_body(size: int, group: int, capped: bool, watched: int = 0, version: 
                         if then >= head_end:
                             place, then_at, then = first, pool, then - held
                         add_rows(
-                            a[3] + h * (size * 2), rows.ctypes.data + p * 8, min(_GROUP, count - p),
+                            a[3] + h * head_bytes, rows.ctypes.data + p * 8, min(_GROUP, count - p),
                             score.ctypes.data + (h * (group * _BLOCK) + p) * 4, _BLOCK,
                             total.ctypes.data + h * (group * size * 4), shrink.ctypes.data + h * (group * 4),
-                            then_at + then * (size * 2), rows.ctypes.data + place * 8, size, group,
+                            then_at + then * head_bytes, rows.ctypes.data + place * 8, size, group, kind,
                         )  # fmt: skip
                         if watched == PACKED and is_due:
                             absorb_16_rows(
-                                a[3] + h * (size * 2), rows.ctypes.data + p * 8, a[13] + (kv_heads + h) * (size * 8),
+                                a[3] + h * head_bytes, rows.ctypes.data + p * 8, a[13] + (kv_heads + h) * (lanes * 8),
                                 parts.ctypes.data, blocks,
                             )  # fmt: skip
                     if watched == PACKED and is_due:
@@ -187,7 +193,7 @@ def decode_body(size: int, group: int, capped: bool, watched: int = 0, version: 
                             if entries[r] >= 0:
                                 add_row(
                                     sums + a[17] * 8, a[17], entries[r], weights[r], a[3] + rows[r],
-                                    a[13] + a[21] * 8, a[21], head * size, head_end * size,
+                                    a[13] + a[21] * 8, a[21], head * lanes, head_end * lanes,
                                 )  # fmt: skip
                     shrink[:] = np.float32(1)
             for n in range(head * group, head_end * group):

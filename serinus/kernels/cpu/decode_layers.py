@@ -107,7 +107,7 @@ class _Layers:
         engine = next((each for each in self._engines if each.kv is kv and each.tables is tables), None)
         if engine is None:
             pool = kv[0][0]
-            if not decodes(pool.shape[2], self._model.heads // pool.shape[1], pool.dtype):
+            if not decodes(pool.shape[2], self._model.heads // pool.shape[1], residual_TE.dtype):
                 return None
             engine = _Engine(kv, tables, _Rows(self._model, pool.shape[1], pool.shape[2], set(tables)))
             self._engines = [engine, *self._engines[: _ENGINES_KEPT - 1]]

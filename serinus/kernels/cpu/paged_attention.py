@@ -3,7 +3,7 @@
 Shapes: T = tokens of this step, N = query heads, H = KV heads, G = N / H, D = head size, S = slots, R = rows,
 C = context, B = sequences, U = work items of the decode kernel, L = tokens that one sequence has so far.
 
-A decode item is one query token and a range of KV heads. bf16 rows go through `decode_attention` where the processor
+A decode item is one query token and a range of KV heads. bf16 goes through `decode_attention` where the processor
 has bf16 dot products. For fp32, other head sizes and other processors this file has a kernel of its own: it walks the
 context in blocks: scores of a block, running maximum and sum (online softmax, Milakov and Gimelshein, 2018), then the
 weighted values, four rows at a time so that the accumulator is loaded and stored a quarter as often.
@@ -32,6 +32,8 @@ from serinus.kernels.cpu.calls import KernelCall
 from serinus.kernels.cpu.chunk_attention import Chunk, attend_chunks, make_units, serves
 from serinus.kernels.cpu.decode_attention import UNIT_FIELDS, decode_body
 from serinus.kernels.cpu.decode_attention import serves as decodes
+from serinus.kernels.cpu.digest import BLOCK
+from serinus.kernels.cpu.fp8 import bytes_of, kind_of
 from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, cap_score, carray, exp2, fetch_add, inlined, narrow, widen
 from serinus.kernels.cpu.vector import add_weighted_4, begin_shares, dots, largest
 from serinus.kernels.cpu.watching import (
@@ -45,6 +47,7 @@ from serinus.kernels.cpu.watching import (
     watch_integers,
     weigh,
 )
+from serinus.kernels.pool_rows import rows_of
 from serinus.kernels.ref.watched_attention import GatheredRows
 
 _BLOCK = 64
@@ -138,19 +141,17 @@ def refuse_row(bad: int, slot_count: int) -> None:
 
 
 def warm(
-    head_size: int, group: int, dtype: torch.dtype, windows: Sequence[bool], *, capped: bool, watched: bool
-) -> None:
-    """Compile, or load from the disk; `watched`: what digests whole rows."""
-    how = 0 if not watched else PACKED if watches(head_size, group, dtype) else PLAIN
-    _pick_body(head_size, group, dtype, capped, how)
+    head_size: int, group: int, dtypes: tuple[torch.dtype, torch.dtype], windows: Sequence[bool], *, capped: bool,
+    watched: bool,
+) -> None:  # fmt: skip
+    """Compile, or load from the disk; `watched`: what digests whole rows; `dtypes`: of queries and of pools."""
+    dtype, kind = dtypes[0], kind_of(dtypes[1])
+    is_packed = decodes(head_size, group, dtype) and not head_size * bytes_of(kind) // 2 % BLOCK
+    how = 0 if not watched else PACKED if is_packed else PLAIN
+    _pick_body(head_size, group, dtype, kind, capped, how)
     if serves(head_size, group, dtype):
         for windowed in windows:
-            chunk_attention.warm(head_size, group, windowed, capped, PACKED if watched else 0)
-
-
-def watches(head_size: int, group: int, dtype: torch.dtype) -> bool:
-    """Whether decode attention over such heads digests 16 rows at a time, by packed factors, on this processor."""
-    return decodes(head_size, group, dtype)
+            chunk_attention.warm(head_size, group, windowed, capped, PACKED if watched else 0, kind)
 
 
 def cuts_of(seen: Sequence[int], kv_heads: int) -> int:
@@ -233,7 +234,7 @@ def digest_unseen(
     for b in np.unique(np.flatnonzero(unseen_D) % sequences).tolist():
         low = gathered.low(b)
         slots_L = slots_in(table_RC[rows[b], low : int(lows_B[b])], len(k_pool_SHD))
-        gathered.add(b, low, k_pool_SHD.index_select(0, slots_L), v_pool_SHD.index_select(0, slots_L))
+        gathered.add(b, low, rows_of(k_pool_SHD, slots_L), rows_of(v_pool_SHD, slots_L))
 
 
 def _decode(
@@ -272,13 +273,13 @@ def decode_call(
     )  # fmt: skip
     scales = scale * LOG2_E if softcap is None else scale / softcap, (softcap or 0.0) * LOG2_E
     last = 0 if sinks_N is None else sinks_N.data_ptr(), *scales
-    shape = size, heads // kv_heads, q_TND.dtype
+    shape, kind = (size, heads // kv_heads, q_TND.dtype), kind_of(k_pool_SHD.dtype)
     arguments: ctypes.Structure
     if digest is None:
-        body, arguments = _pick_body(*shape, softcap is not None, 0), _Arguments(*given, *last)
+        body, arguments = _pick_body(*shape, kind, softcap is not None, 0), _Arguments(*given, *last)
     else:
         how = PACKED if decodes(*shape) and is_packed(digest) else PLAIN
-        body = _pick_body(*shape, softcap is not None, how)
+        body = _pick_body(*shape, kind, softcap is not None, how)
         key = how, window or table_RC.shape[1], sequences
         watch = digest.kept.get(key)
         if watch is None:
@@ -306,9 +307,10 @@ def _prefill(
     slots_L = table_RC[chunk.row, begin : chunk.context]
     if is_watched:
         slots_L = slots_in(slots_L, len(k_pool_SHD))
-    k_LHD, v_LHD = k_pool_SHD.index_select(0, slots_L), v_pool_SHD.index_select(0, slots_L)
+    k_LHD, v_LHD = rows_of(k_pool_SHD, slots_L), rows_of(v_pool_SHD, slots_L)
     if gathered is not None:
         gathered.add(chunk.sequence, begin, k_LHD, v_LHD)
+    k_LHD, v_LHD = k_LHD.to(q_TND.dtype), v_LHD.to(q_TND.dtype)
     piece = chunk.count if window is None and softcap is None and sinks_N is None else _PIECE
     for at_token in range(0, chunk.count, piece):
         tokens = min(piece, chunk.count - at_token)
@@ -371,17 +373,17 @@ def _take_shares(score: Any, n: Any, count: Any, padded: Any, top: Any, mass: An
 
 
 @cache
-def _pick_body(size: int, group: int, dtype: torch.dtype, capped: bool, watched: int) -> Body:
+def _pick_body(size: int, group: int, dtype: torch.dtype, kind: int, capped: bool, watched: int) -> Body:
     if decodes(size, group, dtype):
-        return decode_body(size, group, capped, watched)
-    return _body(size, group, dtype == torch.bfloat16, capped, watched == PLAIN, VERSION)
+        return decode_body(size, group, capped, watched, kind)
+    return _body(size, group, dtype == torch.bfloat16, kind, capped, watched == PLAIN, VERSION)
 
 
 @cache
-def _body(size: int, group: int, bf16: bool, capped: bool, watched: bool, version: int) -> Body:
-    item_bytes = 2 if bf16 else 4
+def _body(size: int, group: int, bf16: bool, kind: int, capped: bool, watched: bool, version: int) -> Body:
+    item_bytes, head_bytes = 2 if bf16 else 4, size * bytes_of(kind)
     field_count = _WATCHED_FIELDS if watched else _FIELDS
-    head_lanes = size * item_bytes // 2
+    head_lanes = head_bytes // 2
 
     def attend(args: Any) -> None:
         if version < 0:
@@ -393,7 +395,7 @@ def _body(size: int, group: int, bf16: bool, capped: bool, watched: bool, versio
         unit_count, heads, kv_heads, context_max = a[6], a[8], a[9], a[10]
         item = np.uint16 if bf16 else np.float32
         units = carray(at(a[7]), (unit_count, UNIT_FIELDS), np.int64)
-        row_bytes = kv_heads * size * item_bytes
+        row_bytes = kv_heads * head_bytes
         query = np.empty(heads * size, np.float32)
         total = np.empty(heads * size, np.float32)
         score = np.empty(heads * _BLOCK, np.float32)
@@ -432,12 +434,12 @@ def _body(size: int, group: int, bf16: bool, capped: bool, watched: bool, versio
                         to = score.ctypes.data + (h * (group * _BLOCK) + p) * 4
                         dots(
                             query.ctypes.data + h * (group * size * 4),
-                            key + h * (size * item_bytes),
+                            key + h * head_bytes,
                             to,
                             _BLOCK,
                             size,
                             group,
-                            bf16,
+                            kind,
                         )
                     if watched and entries[p] >= 0:
                         first, end = head * head_lanes, head_end * head_lanes
@@ -457,11 +459,11 @@ def _body(size: int, group: int, bf16: bool, capped: bool, watched: bool, versio
                     v0, v1 = a[3] + rows[p], a[3] + rows[min(p + 1, last)]
                     v2, v3 = a[3] + rows[min(p + 2, last)], a[3] + rows[min(p + 3, last)]
                     for h in range(head, head_end):
-                        o = h * (size * item_bytes)
+                        o = h * head_bytes
                         weights = score.ctypes.data + (h * (group * _BLOCK) + p) * 4
                         add_weighted_4(
                             v0 + o, v1 + o, v2 + o, v3 + o, weights, _BLOCK, total.ctypes.data + h * (group * size * 4),
-                            size, group, bf16,
+                            size, group, kind,
                         )  # fmt: skip
                     if watched:
                         for r in range(p, min(p + 4, count)):

@@ -17,6 +17,7 @@ from serinus.kernels.contracts import WrittenRows
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.calls import KernelCall
 from serinus.kernels.cpu.digest import add_packed, digest_row
+from serinus.kernels.cpu.fp8 import BF16, bytes_of, kind_of, to_fp8
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, narrow, widen
 from serinus.kernels.cpu.vector import copy_bytes
 
@@ -83,8 +84,8 @@ def store_call(
     )  # fmt: skip
     keeps = (qkv_TX, cos_PF, sin_PF, positions_T, q_norm_D, k_norm_D, k_pool_SHD, v_pool_SHD, slots_T, q_out_TND)
     return KernelCall(
-        body=_body(size, qkv_TX.dtype == torch.bfloat16, wide, VERSION), arguments=arguments, threads=threads,
-        refusal="bad", keeps=(*keeps, written),
+        body=_body(size, qkv_TX.dtype == torch.bfloat16, wide, kind_of(k_pool_SHD.dtype), VERSION), arguments=arguments,
+        threads=threads, refusal="bad", keeps=(*keeps, written),
     )  # fmt: skip
 
 
@@ -95,14 +96,15 @@ def _digest_fields(written: WrittenRows) -> tuple[int, int, int]:
 
 def warm(head_size: int, dtype: torch.dtype) -> None:
     """Compile, or load from the disk."""
-    _body(head_size, dtype == torch.bfloat16, False, VERSION)
+    _body(head_size, dtype == torch.bfloat16, False, kind_of(dtype), VERSION)
 
 
 @cache
-def _body(size: int, bf16: bool, wide: bool, version: int) -> Body:
-    """`wide`: norm weights are fp32, and their product is rounded once."""
+def _body(size: int, bf16: bool, wide: bool, kind: int, version: int) -> Body:
+    """`wide`: norm weights are fp32, and their product is rounded once; `kind`: of the pools."""
     half = size // 2
     item_bytes = 2 if bf16 else 4
+    is_fp8, pool_bytes = kind > BF16, bytes_of(kind)
 
     def turn_tokens(args: Any) -> None:
         if version < 0:
@@ -116,7 +118,8 @@ def _body(size: int, bf16: bool, wide: bool, version: int) -> Body:
         slots = carray(at(a[9]), tokens, np.int64)
         kept = np.empty(size, np.float32)
         keys = np.empty(kv_heads * size, item)
-        value_bytes = kv_heads * size * item_bytes
+        value_bytes, row_bytes = kv_heads * size * item_bytes, kv_heads * size * pool_bytes
+        rounded = np.empty((2, kv_heads * size), np.uint8)
         while True:
             first = fetch_add(a.ctypes.data, step)
             if first >= tokens:
@@ -155,15 +158,22 @@ def _body(size: int, bf16: bool, wide: bool, version: int) -> Body:
                         turned_high = high * cos[i] + low * sin[i]
                         out[i] = narrow(turned_low) if bf16 else turned_low
                         out[half + i] = narrow(turned_high) if bf16 else turned_high
-                values_at = a[1] + (t + 1) * width * item_bytes - value_bytes
+                keys_at, values_at = np.int64(keys.ctypes.data), a[1] + (t + 1) * width * item_bytes - value_bytes
+                if is_fp8:
+                    values = carray(at(values_at), kv_heads * size, item)
+                    for i in range(kv_heads * size):
+                        rounded[0, i] = to_fp8(widen(keys[i]) if bf16 else keys[i], kind)
+                        rounded[1, i] = to_fp8(widen(values[i]) if bf16 else values[i], kind)
+                    keys_at = np.int64(rounded.ctypes.data)
+                    values_at = keys_at + row_bytes
                 if a[19] != 0:
                     sums = carray(at(a[19]), tokens * 2, np.int64)
                     for kv in range(2):
                         factors = a[18] + kv * a[20] * 8
-                        row = values_at if kv else np.int64(keys.ctypes.data)
+                        row = values_at if kv else keys_at
                         found = digest_row(row, factors, factors + a[20] * 4, a[20])
                         sums[t * 2 + kv] = add_packed(sums[t * 2 + kv], found)
-                copy_bytes(a[7] + slots[t] * value_bytes, keys.ctypes.data, value_bytes)
-                copy_bytes(a[8] + slots[t] * value_bytes, values_at, value_bytes)
+                copy_bytes(a[7] + slots[t] * row_bytes, keys_at, row_bytes)
+                copy_bytes(a[8] + slots[t] * row_bytes, values_at, row_bytes)
 
     return compile_body(turn_tokens)

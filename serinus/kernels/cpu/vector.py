@@ -1,8 +1,8 @@
 """The inner loops of attention as LLVM vectors: dots with keys, shares of a softmax, weighted sums, a bf16 matrix tile.
 
 Written out here because the loop vectoriser, which cannot know that rows do not overlap, checks that at run time and
-spends more on it than on 128 elements. Addresses are int64. `D`, `G` and `BF16` are compile-time constants: elements
-of a head, query heads that share a KV head, and whether rows are bf16 (otherwise fp32). All sums are fp32.
+spends more on it than on 128 elements. Addresses are int64. `D`, `G` and `KIND` are compile-time constants: elements
+of a head, query heads that share a KV head, and what the elements of keys and values are (fp8.py). All sums are fp32.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from serinus.kernels.cpu.fp8 import BF16, FP32, bytes_of, load_floats, load_pairs
 from serinus.kernels.cpu.llvm import (
     F32,
     FLOATS,
@@ -41,15 +42,6 @@ def _lanes_of(size: int) -> int:
     return math.gcd(size, 16)
 
 
-def _load(builder: Any, address: Any, first: int, lanes: int, bf16: bool) -> Any:
-    """`lanes` elements from element `first` of the row at `address`, as fp32."""
-    spot = shifted(builder, address, first * (2 if bf16 else 4))
-    if not bf16:
-        return load(builder, spot, ir.VectorType(F32, lanes))
-    words = builder.zext(load(builder, spot, ir.VectorType(ir.IntType(16), lanes), 2), ir.VectorType(I32, lanes))
-    return builder.bitcast(builder.shl(words, ir.Constant(words.type, [16] * lanes)), ir.VectorType(F32, lanes))
-
-
 def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return call(builder, f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
 
@@ -68,19 +60,19 @@ def _largest(builder: Any, vector: Any) -> Any:
 
 
 @intrinsic
-def dots(typingctx: Any, q: Any, k: Any, out: Any, stride: Any, D: Any, G: Any, BF16: Any) -> Any:
+def dots(typingctx: Any, q: Any, k: Any, out: Any, stride: Any, D: Any, G: Any, KIND: Any) -> Any:
     """out[g * stride] = q[g] . k for every g < G. q: fp32 [G, D]; k: [D]; out: fp32."""
-    size, group, bf16 = D.literal_value, G.literal_value, bool(BF16.literal_value)
+    size, group, kind = D.literal_value, G.literal_value, KIND.literal_value
     lanes = _lanes_of(size)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         q_at, k_at, out_at, step = args[:4]
         firsts = range(0, size, lanes)
-        keys = [_load(builder, k_at, first, lanes, bf16) for first in firsts]
+        keys = [load_floats(builder, k_at, first, lanes, kind) for first in firsts]
         for g in range(group):
             sums: list[Any] = []
             for i, first in enumerate(firsts):
-                row = _load(builder, q_at, g * size + first, lanes, False)
+                row = load_floats(builder, q_at, g * size + first, lanes, FP32)
                 if i < 2:  # two running sums hide the latency of the multiply-add
                     sums.append(builder.fmul(row, keys[i]))
                 else:
@@ -89,15 +81,15 @@ def dots(typingctx: Any, q: Any, k: Any, out: Any, stride: Any, D: Any, G: Any, 
             store(builder, _sum(builder, total), builder.add(out_at, builder.mul(step, I64(4 * g))))
         return context.get_dummy_value()
 
-    return types.void(q, k, out, stride, D, G, BF16), codegen
+    return types.void(q, k, out, stride, D, G, KIND), codegen
 
 
 @intrinsic
 def add_weighted_4(
-    typingctx: Any, v0: Any, v1: Any, v2: Any, v3: Any, w: Any, stride: Any, acc: Any, D: Any, G: Any, BF16: Any
+    typingctx: Any, v0: Any, v1: Any, v2: Any, v3: Any, w: Any, stride: Any, acc: Any, D: Any, G: Any, KIND: Any
 ) -> Any:
     """acc[g] += w[g * stride + i] * v_i, summed over i < 4, for every g < G. acc: fp32 [G, D]; v_i: [D]; w: fp32."""
-    size, group, bf16 = D.literal_value, G.literal_value, bool(BF16.literal_value)
+    size, group, kind = D.literal_value, G.literal_value, KIND.literal_value
     lanes = _lanes_of(size)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -107,15 +99,15 @@ def add_weighted_4(
             base = builder.add(w_at, builder.mul(step, I64(4 * g)))
             weights += [splat(builder, load(builder, shifted(builder, base, 4 * i), F32), lanes) for i in range(4)]
         for first in range(0, size, lanes):
-            values = [_load(builder, row, first, lanes, bf16) for row in rows]
+            values = [load_floats(builder, row, first, lanes, kind) for row in rows]
             for g in range(group):
-                total = _load(builder, acc_at, g * size + first, lanes, False)
+                total = load_floats(builder, acc_at, g * size + first, lanes, FP32)
                 for i in range(4):
                     total = _fma(builder, weights[g * 4 + i], values[i], total)
                 store(builder, total, shifted(builder, acc_at, (g * size + first) * 4))
         return context.get_dummy_value()
 
-    return types.void(v0, v1, v2, v3, w, stride, acc, D, G, BF16), codegen
+    return types.void(v0, v1, v2, v3, w, stride, acc, D, G, KIND), codegen
 
 
 @intrinsic
@@ -195,11 +187,6 @@ def _barrier(builder: Any) -> None:
     builder.call(ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", True), [])
 
 
-def _load_words(builder: Any, address: Any, first: int) -> Any:
-    """32 bf16 from element `first` of a row, as 16 words."""
-    return load(builder, shifted(builder, address, first * 2), WORDS, 2)
-
-
 def _load_i64(builder: Any, address: Any, index: Any) -> Any:
     return load(builder, builder.add(address, builder.mul(index, I64(8))), I64, 8)
 
@@ -207,14 +194,15 @@ def _load_i64(builder: Any, address: Any, index: Any) -> Any:
 @intrinsic
 def dots_16(
     typingctx: Any, q: Any, k: Any, rows: Any, scale: Any, out: Any, stride: Any, following: Any, next_rows: Any,
-    D: Any, G: Any,
+    D: Any, G: Any, KIND: Any,
 ) -> Any:  # fmt: skip
-    """out[g * stride + p] = scale * q[g] . k_p for p < 16 and g < G; all bf16, sums in fp32 (needs AVX512-BF16).
+    """out[g * stride + p] = scale * q[g] . k_p for p < 16 and g < G; sums in fp32 (needs AVX512-BF16).
 
-    q: [G, D]. rows: 16 int64 offsets, in bytes, of the keys from `k`. following, next_rows: the same of 16
-    rows to prefetch. D is a multiple of 32.
+    q: bf16 [G, D]; keys: bf16 or FP8. rows: 16 int64 offsets, in bytes, of the keys from `k`. following, next_rows:
+    the same of 16 rows to prefetch. D is a multiple of 32.
     """
-    size, group = D.literal_value, G.literal_value
+    size, group, kind = D.literal_value, G.literal_value, KIND.literal_value
+    row_bytes = size * bytes_of(kind)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         q_at, k_at, rows_at, scaled, out_at, step, next_at, next_rows_at = args[:8]
@@ -225,11 +213,11 @@ def dots_16(
             _barrier(builder)
             keys = []
             for p in range(quarter, LANES, 4):  # the order in which `fold` deals the lanes out
-                _prefetch(builder, builder.add(next_at, _load_i64(builder, next_rows_at, I64(p))), size * 2)
+                _prefetch(builder, builder.add(next_at, _load_i64(builder, next_rows_at, I64(p))), row_bytes)
                 key = builder.add(k_at, _load_i64(builder, rows_at, I64(p)))
-                keys.append([builder.bitcast(_load_words(builder, key, first), PAIRS) for first in firsts])
+                keys.append([builder.bitcast(load_pairs(builder, key, first, kind), PAIRS) for first in firsts])
             for g in range(group):
-                query = [builder.bitcast(_load_words(builder, q_at, g * size + first), PAIRS) for first in firsts]
+                query = [builder.bitcast(load_pairs(builder, q_at, g * size + first, BF16), PAIRS) for first in firsts]
                 sums = []
                 for key in keys:
                     total = zero
@@ -245,21 +233,22 @@ def dots_16(
             store(builder, builder.fmul(scores, splat(builder, scaled)), spot)
         return context.get_dummy_value()
 
-    return types.void(q, k, rows, scale, out, stride, following, next_rows, D, G), codegen
+    return types.void(q, k, rows, scale, out, stride, following, next_rows, D, G, KIND), codegen
 
 
 @intrinsic
 def add_rows(
     typingctx: Any, v: Any, rows: Any, count: Any, w: Any, stride: Any, acc: Any, shrink: Any, following: Any,
-    next_rows: Any, D: Any, G: Any,
+    next_rows: Any, D: Any, G: Any, KIND: Any,
 ) -> Any:  # fmt: skip
-    """acc[g] = shrink[g] * acc[g] + w[g * stride + p] * v_p, summed over p < count, for every g < G. v_p: bf16 [D].
+    """acc[g] = shrink[g] * acc[g] + w[g * stride + p] * v_p, summed over p < count, for every g < G.
 
-    rows: int64 offsets, in bytes, of the values from `v`. following, next_rows: the same of as many rows to prefetch.
-    w, shrink: fp32.
+    v_p: bf16 or FP8 [D]. rows: int64 offsets, in bytes, of the values from `v`. following, next_rows: the same of as
+    many rows to prefetch. w, shrink: fp32.
     acc: fp32 [G, D / 32, 2, 16]: of each 32 elements, those with an even place and then the odd ones.
     """
-    size, group = D.literal_value, G.literal_value
+    size, group, kind = D.literal_value, G.literal_value, KIND.literal_value
+    row_bytes = size * bytes_of(kind)
     pieces = max(1, min(size // 32, 8 // group))
     while size // 32 % pieces:
         pieces -= 1
@@ -280,11 +269,11 @@ def add_rows(
                 builder.store(builder.fmul(load(builder, spot, FLOATS), shrinks[i // (2 * pieces)]), total)
             with cgutils.for_range(builder, count, intp=I64) as loop:
                 if start == 0:
-                    _prefetch(builder, builder.add(next_at, _load_i64(builder, next_rows_at, loop.index)), size * 2)
+                    _prefetch(builder, builder.add(next_at, _load_i64(builder, next_rows_at, loop.index)), row_bytes)
                 row = builder.add(v_at, _load_i64(builder, rows_at, loop.index))
                 values = []
                 for i in range(pieces):
-                    pair = _load_words(builder, row, start + 32 * i)
+                    pair = load_pairs(builder, row, start + 32 * i, kind)
                     values.append(builder.bitcast(builder.shl(pair, sixteen), FLOATS))
                     values.append(builder.bitcast(builder.and_(pair, upper), FLOATS))
                 for g in range(group):
@@ -297,7 +286,7 @@ def add_rows(
                 store(builder, builder.load(total), spot)
         return context.get_dummy_value()
 
-    return types.void(v, rows, count, w, stride, acc, shrink, following, next_rows, D, G), codegen
+    return types.void(v, rows, count, w, stride, acc, shrink, following, next_rows, D, G, KIND), codegen
 
 
 def vector_exp2(builder: Any, x: Any) -> Any:

@@ -1,9 +1,9 @@
 """Attention that digests the KV it reads, on the processor's 16-bit products; see the reference for what it means.
 
 Positions are digested right after attention read them, while their rows are in the core's own caches: memory is read
-once. The bodies of `paged_attention` do it, by what `watching` gives them: those of bf16 whole rows 16 at a time, by
-packed factors; all others row by row, by plain ones. Torch's kernel for chunks (fp32, a processor without bf16 dot
-products) attends over rows that were gathered before, and these are digested.
+once. The bodies of `paged_attention` do it, by what `watching` gives them: those of bf16 queries whole rows 16 at a
+time, by packed factors; all others row by row, by plain ones. Torch's kernel for chunks (fp32, a processor without bf16
+dot products) attends over rows that were gathered before, and these are digested.
 
 S = slots, H = KV heads, W = 16-bit lanes of a row of one half, E = slots digested.
 """
@@ -50,9 +50,11 @@ def new_watched_attention() -> WatchedAttention:
     return _WatchedAttention()
 
 
-def warm(head_size: int, group: int, dtype: torch.dtype, windows: Sequence[bool], capped: bool) -> None:
-    """Compile, or load from the disk, what digests whole rows."""
-    paged_attention.warm(head_size, group, dtype, windows, capped=capped, watched=True)
+def warm(
+    head_size: int, group: int, dtypes: tuple[torch.dtype, torch.dtype], windows: Sequence[bool], capped: bool
+) -> None:
+    """Compile, or load from the disk, what digests whole rows. `dtypes`: of queries and of pools."""
+    paged_attention.warm(head_size, group, dtypes, windows, capped=capped, watched=True)
 
 
 class _WatchedAttention:
