@@ -20,7 +20,7 @@ from serinus.core.cores import engine_threads
 from serinus.core.errors import BadRequest, ConfigError
 from serinus.core.log import get_logger
 from serinus.core.parts import PageStore, Part
-from serinus.kernels import FP8_FORMATS, Kernels, load, warm
+from serinus.kernels import Kernels, load, warm
 from serinus.models import (
     TOY_ARCHITECTURE,
     ForwardHook,
@@ -47,8 +47,8 @@ from serinus.runner import GrammarMasks, Runner, batch_sizes, oracle_token
 from serinus.text import GrammarVocabulary, load_tokenizer
 
 _log = get_logger("engine")
-_FP8_COLUMNS = ("ref", "cpu")
-"""Of kernels that read and write FP8."""
+_E4M3_SINCE = (8, 9)
+"""The compute capability from which Triton reads that type."""
 
 
 class Phases:
@@ -327,17 +327,16 @@ def _load_kernels(config: ServeConfig, device: str, phases: Phases) -> Kernels:
 
 
 def _dtypes(config: ServeConfig, spec: ModelSpec, device: str, kernels: Kernels) -> tuple[torch.dtype, torch.dtype]:
-    """Of activations and of KV. Raises ConfigError: a setting that cannot be had, or a column that has no kernels of
-    FP8."""
+    """Of activations and of KV. Raises ConfigError: a setting that cannot be had, for this model or on this device."""
     dtype = choose_dtype(spec, config.model.dtype, device)
     kv_dtype = choose_kv_dtype(spec, config.memory.kv_cache_dtype, dtype)
     if spec.architecture == TOY_ARCHITECTURE:
         return kv_dtype, kv_dtype  # its rows are bytes of hashes
-    column = kernels.columns["paged_attention"]
-    if kv_dtype in FP8_FORMATS and column not in _FP8_COLUMNS:
+    is_narrow = kv_dtype == torch.float8_e4m3fn and kernels.columns["paged_attention"] == "triton"
+    if is_narrow and device != "cpu" and torch.cuda.get_device_capability(device) < _E4M3_SINCE:
         raise ConfigError(
-            f"engine: kv_cache_dtype is {config.memory.kv_cache_dtype!r}, which kernels of column {column} do not read;"
-            f" expected auto, or --attention-backend {' or '.join(_FP8_COLUMNS)}"
+            f"engine: kv_cache_dtype is {config.memory.kv_cache_dtype!r} on a GPU before compute capability 8.9,"
+            " expected auto or fp8_e5m2"
         )
     return dtype, kv_dtype
 

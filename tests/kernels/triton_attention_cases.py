@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import AttentionBatch, LayerDigest, Tiling, packed_sums
+from serinus.kernels import FP8_FORMATS, AttentionBatch, LayerDigest, Tiling, packed_sums
+from serinus.kernels.fp8 import stored_as
 from serinus.kernels.packed import PackedFactors
 
 from .conftest import make_paged
@@ -99,7 +100,9 @@ def drawn(rng: random.Random, seed: int, device: str, kind: str) -> tuple[tuple[
     paged = make_paged(
         seed=seed, sequences=sequences, heads=heads * group, kv_heads=heads, head_size=size, page_size=page, dtype=dtype
     )
-    tensors = (each.to(device) for each in (paged.q, paged.k_pool, paged.v_pool, paged.table))
+    stored = rng.choice((dtype, dtype, *FP8_FORMATS))
+    pools = (stored_as(pool, stored) for pool in (paged.k_pool, paged.v_pool))
+    tensors = (each.to(device) for each in (paged.q, *pools, paged.table))
     given: dict[str, Any] = {"window": rng.choice((None, None, 5, 20, 300)), "softcap": rng.choice((None, None, 1.5))}
     given["sinks_N"] = torch.randn(heads * group).to(device) if rng.random() < 0.5 else None
     return (*tensors, batch_on(paged.batch, device), size**-0.5), given, page

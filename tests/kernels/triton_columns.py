@@ -12,7 +12,9 @@ from serinus.kernels import Kernels, load
 
 __all__ = ["columns", "dtype_of", "far_apart", "page_first"]
 
-_ALLOWED = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_ALLOWED = {
+    torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float8_e4m3fn: 0.07, torch.float8_e5m2: 0.13,
+}  # fmt: skip
 """Of the largest value."""
 
 

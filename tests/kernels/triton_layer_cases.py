@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import ExpertGate, Gate, PackedExperts, QuantizedWeight, WrittenRows
+from serinus.kernels import FP8_FORMATS, ExpertGate, Gate, PackedExperts, QuantizedWeight, WrittenRows
 from serinus.kernels.triton.fused_moe import ExpertCut, run_experts
 from serinus.kernels.triton.linear import WeightCut, cut_of, multiply_rows
 from serinus.kernels.triton.tickets import Tickets
@@ -181,8 +181,9 @@ def qk_rope_store(seed: int, device: str) -> str:
     slots = (torch.randperm(slot_count - 1, generator=generator)[:tokens] + 1).to(device)
     if tokens > 1:
         slots[0] = 0
-    factors = digest_coefficients([1], range(kv_heads), size * dtype.itemsize // 2, 2, partial=rng.random() < 0.3)
-    qkv = drawn(generator, device, dtype, tokens, (heads + 2 * kv_heads) * size)
+    stored = rng.choice((dtype, *FP8_FORMATS))
+    factors = digest_coefficients([1], range(kv_heads), size * stored.itemsize // 2, 2, partial=rng.random() < 0.3)
+    qkv = drawn(generator, device, dtype, tokens, (heads + 2 * kv_heads) * size) * rng.choice((1.0, 300.0))
     inputs = (
         qkv, angle.cos().to(device), angle.sin().to(device),
         torch.randint(0, 50, (tokens,), generator=generator).to(device), weights[0] if norm else None,
@@ -190,7 +191,7 @@ def qk_rope_store(seed: int, device: str) -> str:
     )  # fmt: skip
     outputs = []
     for ops in (fast, ref):
-        k, v = (torch.zeros(slot_count, kv_heads, size, dtype=dtype, device=device) for _ in range(2))
+        k, v = (torch.zeros(slot_count, kv_heads, size, dtype=stored, device=device) for _ in range(2))
         if ops is fast:
             k, v = page_first(rng, (k, v), page)
         q = torch.empty(tokens, heads, size, dtype=dtype, device=device)

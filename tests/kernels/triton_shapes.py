@@ -10,6 +10,7 @@ from torch import Tensor
 
 from serinus.core.stamps import digest_coefficients
 from serinus.kernels import (
+    FP8_FORMATS,
     AttentionBatch,
     Gate,
     Kernels,
@@ -31,9 +32,9 @@ def blank(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def page_first(kv_heads: int, size: int) -> tuple[Tensor, Tensor]:
+def page_first(kv_heads: int, size: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
     """Keys and values of one of three layers."""
-    pages = blank(16, 3, 2, PAGE, kv_heads, size)
+    pages = blank(16, 3, 2, PAGE, kv_heads, size, dtype=dtype)
     return pages[:, 1, 0], pages[:, 1, 1]
 
 
@@ -46,14 +47,17 @@ def batch_of(tokens: int, sequences: int) -> AttentionBatch:
     )
 
 
-def attend(ops: Kernels, tokens: int, sequences: int, heads: int, kv_heads: int, size: int, **given: Any) -> None:
+def attend(
+    ops: Kernels, tokens: int, sequences: int, heads: int, kv_heads: int, size: int, kv: torch.dtype = torch.bfloat16,
+    **given: Any,
+) -> None:  # fmt: skip
     """A decode step or a chunk, with the window, cap or sinks that are given. Decodes with digests too."""
-    k_pool, v_pool = page_first(kv_heads, size)
+    k_pool, v_pool = page_first(kv_heads, size, kv)
     batch, table = batch_of(tokens, sequences), torch.zeros((sequences + 1, 40960), dtype=torch.int32)
     inputs = (blank(tokens, heads, size), k_pool, v_pool, table, batch, size**-0.5)
     ops.paged_attention(*inputs, **given)
     if tokens == sequences:
-        factors = torch.from_numpy(digest_coefficients([0], range(kv_heads), size, 2, partial=False))[0]
+        factors = torch.from_numpy(digest_coefficients([0], range(kv_heads), size, kv.itemsize, partial=False))[0]
         digest = LayerDigest(
             factors=ops.pack_factors(factors, kv_heads), due_7B=torch.zeros((7, sequences), dtype=torch.int64),
             sums_P22E=torch.zeros((1, 2, 2, 64), dtype=torch.int32), page_size=PAGE,
@@ -118,8 +122,23 @@ def call_all() -> None:
         attend_latent(ops, 8192, 1, heads)
     attend(ops, 8192, 1, 32, 8, 128)
     attend(ops, 4096, 2, 16, 8, 256, window=4096, softcap=50.0)
-    (k_pool, v_pool), slots = page_first(8, 128), torch.arange(16)
-    factors = torch.from_numpy(digest_coefficients([0], range(8), 128, 2, partial=False))[0]
+    for kv in FP8_FORMATS:
+        for sequences in (16, 64):
+            attend(ops, sequences, sequences, 32, 8, 128, kv)
+        attend(ops, 16, 16, 16, 8, 256, kv, window=4096, softcap=50.0)
+        attend(ops, 16, 16, 64, 8, 64, kv, window=128, sinks_N=sinks)
+        attend(ops, 8192, 1, 32, 8, 128, kv)
+        attend(ops, 4096, 2, 16, 8, 256, kv, window=4096, softcap=50.0)
+    for kv in (torch.bfloat16, *FP8_FORMATS):
+        store(ops, kv)
+    rows = [RowSampling(seed=1, position=1, temperature=0.7, top_k=50, top_p=0.9)] * 4
+    ops.choose_tokens(torch.zeros((4, 151_936), dtype=torch.bfloat16), rows)
+
+
+def store(ops: Kernels, kv: torch.dtype) -> None:
+    """Rows of 16 tokens with their digests."""
+    (k_pool, v_pool), slots = page_first(8, 128, kv), torch.arange(16)
+    factors = torch.from_numpy(digest_coefficients([0], range(8), 128, kv.itemsize, partial=False))[0]
     written = WrittenRows(coefficients_22W=factors, sums_T2=torch.zeros((16, 2), dtype=torch.int64))
     cos = torch.empty(40960, 64)
     rope = (
@@ -137,5 +156,3 @@ def call_all() -> None:
         written,
     )
     ops.qk_rope_store(*rope)
-    rows = [RowSampling(seed=1, position=1, temperature=0.7, top_k=50, top_p=0.9)] * 4
-    ops.choose_tokens(torch.zeros((4, 151_936), dtype=torch.bfloat16), rows)

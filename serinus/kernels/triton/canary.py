@@ -46,7 +46,7 @@ def digest_into(out_E2: Tensor, layers_kv: LayersKv, slots_E: Tensor, coefficien
     if not count:
         return
     pools = _addresses(tuple(half.data_ptr() for halves in layers_kv for half in halves), device)
-    first, each = layers_kv[0][0], layers_kv[0][0].element_size() // 2  # lanes of an element
+    first, each = layers_kv[0][0], layers_kv[0][0].element_size()
     page_slots, gap = page_gap(first)
     width, layers, halves = coefficients_L22W.shape[-1], len(layers_kv), len(layers_kv[0])
     slots = next(slots for least, slots in _DIGEST_SLOTS if count >= least)
@@ -54,8 +54,8 @@ def digest_into(out_E2: Tensor, layers_kv: LayersKv, slots_E: Tensor, coefficien
     splits = max(1, min(layers, _DIGEST_PROGRAMS // (halves * groups)))
     _digest[(groups, halves, splits)](
         pools, slots_E.contiguous(), coefficients_L22W.contiguous(), out_E2.view(torch.int32), count, layers,
-        gap * each, width, ROWS=slots, WIDTH=min(_DIGEST_LANES, triton.next_power_of_2(width)),
-        LANES=row_elements(first) * each, SLOTS=page_slots, num_warps=4 if slots > 1 else 1,
+        gap * each // 2, width, ROWS=slots, WIDTH=min(_DIGEST_LANES, triton.next_power_of_2(width)),
+        LANES=row_elements(first) * each // 2, SLOTS=page_slots, num_warps=4 if slots > 1 else 1,
     )  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def _chunk(
         for at in range(begin, whole, BLOCK):
             at_T1 = row_starts(load_slots(row, at + j, slot_count), gap, HEADS * SIZE, SLOTS)[:, None]
             k_TD = load_rows(k_head + at_T1, d, SIZE, WIDE)
-            scores_MT = dot(q_MD, tl.trans(k_TD)) * scale
+            scores_MT = dot(q_MD, tl.trans(k_TD.to(q_MD.dtype))) * scale
             if CAPPED:
                 scores_MT = capped(scores_MT, cap)
             v_TD = load_rows(v_head + at_T1, d, SIZE, WIDE)
@@ -119,7 +119,9 @@ def _chunk(
             weights_MT = tl.exp2(scores_MT - better_M[:, None])
             fade_M = tl.exp2(best_M - better_M)
             total_M = total_M * fade_M + tl.sum(weights_MT, 1)
-            mixed_MD = tl.dot(weights_MT.to(v_TD.dtype), v_TD, mixed_MD * fade_M[:, None], input_precision="ieee")
+            mixed_MD = tl.dot(
+                weights_MT.to(q_MD.dtype), v_TD.to(q_MD.dtype), mixed_MD * fade_M[:, None], input_precision="ieee"
+            )
             best_M = better_M
         for at in range(whole, end, BLOCK):
             t = at + j
@@ -128,7 +130,7 @@ def _chunk(
                 read = tl.maximum(read, lowest)
             at_T1 = row_starts(load_slots(row, read, slot_count), gap, HEADS * SIZE, SLOTS)[:, None]
             k_TD = load_rows(k_head + at_T1, d, SIZE, WIDE)
-            scores_MT = dot(q_MD, tl.trans(k_TD)) * scale
+            scores_MT = dot(q_MD, tl.trans(k_TD.to(q_MD.dtype))) * scale
             if CAPPED:
                 scores_MT = capped(scores_MT, cap)
             seen_MT = t[None, :] <= own_M[:, None]
@@ -140,6 +142,8 @@ def _chunk(
             weights_MT = tl.exp2(scores_MT - better_M[:, None])
             fade_M = tl.exp2(best_M - better_M)
             total_M = total_M * fade_M + tl.sum(weights_MT, 1)
-            mixed_MD = tl.dot(weights_MT.to(v_TD.dtype), v_TD, mixed_MD * fade_M[:, None], input_precision="ieee")
+            mixed_MD = tl.dot(
+                weights_MT.to(q_MD.dtype), v_TD.to(q_MD.dtype), mixed_MD * fade_M[:, None], input_precision="ieee"
+            )
             best_M = better_M
         tl.store(out + spot_MD, (mixed_MD / total_M[:, None]).to(out.dtype.element_ty), mask=inside_MD)

@@ -115,6 +115,7 @@ def attend_one(
         SIZE=size, WIDE=head_block(size), PAGE=1 if digest is None else digest.page_size, BLOCK=cut.block, PARTS=parts,
         CAPPED=softcap is not None, WINDOWED=window is not None, WATCHED=digest is not None,
         COLUMNS=PLANE_COLUMNS, IN_ASSEMBLY=_IN_ASSEMBLY, HEADS_JOINED=joined, DEPTH=depth, SLOTS=page_slots,
+        WORDS=k_pool_SHD.element_size() > 1, LANES=size if k_pool_SHD.element_size() > 1 else size // 2,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
 
@@ -157,7 +158,7 @@ def _decode(
     HEADS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, WATCHED: tl.constexpr, COLUMNS: tl.constexpr, IN_ASSEMBLY: tl.constexpr,
-    HEADS_JOINED: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr,
+    HEADS_JOINED: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = tl.load(starts + b)
@@ -187,10 +188,14 @@ def _decode(
         k_head, v_head = k + h * SIZE + d[None, :], v + h * SIZE + d[None, :]
         if WATCHED:
             c = tl.arange(0, COLUMNS)
-            mine = planes + h * 2 * SIZE * COLUMNS + d[:, None] * COLUMNS + c[None, :]
-            k_low, k_high = tl.load(mine), tl.load(mine + SIZE * COLUMNS)
-            mine += HEADS * 2 * SIZE * COLUMNS
-            v_low, v_high = tl.load(mine), tl.load(mine + SIZE * COLUMNS)
+            # Elements of one byte are the low and the high half of a lane, in turn.
+            plane = d if WORDS else d % 2 * LANES + d // 2
+            mine = planes + h * 2 * LANES * COLUMNS + plane[:, None] * COLUMNS + c[None, :]
+            v_mine = mine + HEADS * 2 * LANES * COLUMNS
+            k_low, v_low = tl.load(mine), tl.load(v_mine)
+            k_high, v_high = k_low, v_low
+            if WORDS:
+                k_high, v_high = tl.load(mine + LANES * COLUMNS), tl.load(v_mine + LANES * COLUMNS)
             # A column's place in each sum; 0 where it is none of it.
             place = (tl.full((COLUMNS,), 1, tl.uint32) << ((c % 4) * 8).to(tl.uint32)).to(tl.uint32)
             one, other = tl.where(c < 4, place, 0).to(tl.uint32), tl.where((c >= 4) & (c < 8), place, 0).to(tl.uint32)
@@ -208,7 +213,7 @@ def _decode(
                 read = tl.maximum(read, lowest)
             at_T1 = row_starts(load_slots(row, read, slot_count), gap, HEADS * SIZE, SLOTS)[:, None]
             k_TD = load_rows(k_head + at_T1, d, SIZE, WIDE)
-            scores_GT = dot(q_GD, tl.trans(k_TD)) * scale
+            scores_GT = dot(q_GD, tl.trans(k_TD.to(q_GD.dtype))) * scale
             if CAPPED:
                 scores_GT = capped(scores_GT, cap)
             seen = t < end
@@ -220,7 +225,9 @@ def _decode(
             weights_GT = tl.exp2(scores_GT - better_G[:, None])
             fade_G = tl.exp2(best_G - better_G)
             total_G = total_G * fade_G + tl.sum(weights_GT, 1)
-            mixed_GD = tl.dot(weights_GT.to(v_TD.dtype), v_TD, mixed_GD * fade_G[:, None], input_precision="ieee")
+            mixed_GD = tl.dot(
+                weights_GT.to(q_GD.dtype), v_TD.to(q_GD.dtype), mixed_GD * fade_G[:, None], input_precision="ieee"
+            )
             best_G = better_G
             if WATCHED:
                 # The first due page not before this block's first; a block without a due page is left alone.
@@ -230,10 +237,10 @@ def _decode(
                     turn = t // PAGE - first
                     is_due = (t >= low) & (t < high) & (turn >= 0) & (turn % stride == 0)
                     spot = sums + entry + turn // stride * PAGE + t % PAGE
-                    k_sums = _sums(k_TD, k_low, k_high, IN_ASSEMBLY)
+                    k_sums = _sums(k_TD, k_low, k_high, WORDS, IN_ASSEMBLY)
                     _add(spot, k_sums, one, k_one, is_due)
                     _add(spot + entries, k_sums, other, k_other, is_due)
-                    v_sums = _sums(v_TD, v_low, v_high, IN_ASSEMBLY)
+                    v_sums = _sums(v_TD, v_low, v_high, WORDS, IN_ASSEMBLY)
                     _add(spot + 2 * entries, v_sums, one, v_one, is_due)
                     _add(spot + 3 * entries, v_sums, other, v_other, is_due)
         if (PARTS == 1) | (live == 1):
@@ -279,20 +286,33 @@ def _join(
 
 
 @_jit
-def _sums(rows_TD, low_DC, high_DC, IN_ASSEMBLY: tl.constexpr):
-    """Byte planes of both sums, [T, C] integers in fp32. In assembly two lanes are taken apart at a time: 0x6400 | byte
-    is 1024 + byte in fp16."""
-    words = rows_TD.to(tl.uint16, bitcast=True)
-    if IN_ASSEMBLY:
-        low, high = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; and.b32 t, $2, 0x00FF00FF; or.b32 t, t, 0x64006400; sub.f16x2 $0, t, $3;"
-            " shr.b32 t, $2, 8; and.b32 t, t, 0x00FF00FF; or.b32 t, t, 0x64006400; sub.f16x2 $1, t, $3; }",
-            "=&r,=&r,r,r", [words, tl.full(words.shape, 1152.0, tl.float16)], dtype=(tl.float16, tl.float16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
+def _sums(rows_TD, low_DC, high_DC, WORDS: tl.constexpr, IN_ASSEMBLY: tl.constexpr):
+    """Byte planes of both sums, [T, C] integers in fp32; of elements of one byte both are in the first. In assembly two
+    or four elements are taken apart at a time: 0x6400 | byte is 1024 + byte in fp16."""
+    if WORDS:
+        words = rows_TD.to(tl.uint16, bitcast=True)
+        if IN_ASSEMBLY:
+            low, high = tl.inline_asm_elementwise(
+                "{ .reg .b32 t; and.b32 t, $2, 0x00FF00FF; or.b32 t, t, 0x64006400; sub.f16x2 $0, t, $3;"
+                " shr.b32 t, $2, 8; and.b32 t, t, 0x00FF00FF; or.b32 t, t, 0x64006400; sub.f16x2 $1, t, $3; }",
+                "=&r,=&r,r,r", [words, tl.full(words.shape, 1152.0, tl.float16)], dtype=(tl.float16, tl.float16),
+                is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            low, high = (words & 0xFF).to(tl.float16) - 128.0, (words >> 8).to(tl.float16) - 128.0
+        found = tl.dot(high.to(tl.float16), high_DC, tl.dot(low.to(tl.float16), low_DC))
     else:
-        low, high = (words & 0xFF).to(tl.float16) - 128.0, (words >> 8).to(tl.float16) - 128.0
-    return tl.dot(high.to(tl.float16), high_DC, tl.dot(low.to(tl.float16), low_DC))
+        words = rows_TD.to(tl.uint8, bitcast=True)
+        if IN_ASSEMBLY:
+            low = tl.inline_asm_elementwise(
+                "{ .reg .b32 c; mov.b32 c, 0x64806480; prmt.b32 $0, $2, 0x64646464, 0x4140; sub.f16x2 $0, $0, c;"
+                " prmt.b32 $1, $2, 0x64646464, 0x4342; sub.f16x2 $1, $1, c; }",
+                "=&r,=&r,r", [words], dtype=tl.float16, is_pure=True, pack=4,
+            )  # fmt: skip
+        else:
+            low = words.to(tl.float16) - 128.0
+        found = tl.dot(low.to(tl.float16), low_DC)
+    return found
 
 
 @_jit

@@ -17,12 +17,21 @@ from torch import Tensor
 
 from serinus.kernels.checks import check_qk_rope_store
 from serinus.kernels.contracts import WrittenRows
+from serinus.kernels.fp8 import FP8_FORMATS
 from serinus.kernels.pool_rows import page_gap, slot_count
 from serinus.kernels.triton.pool_rows import row_starts
 from serinus.kernels.triton.rms_norm import normed
 
 _HEADS = 4
 """Heads of one program, where both numbers of heads are multiples of it."""
+
+
+def format_of(dtype: torch.dtype) -> tuple[int, int, int]:
+    """Bits of the mantissa, the bias, and the largest number as bits of fp32, of an FP8 type; zeros of another."""
+    form = FP8_FORMATS.get(dtype)
+    if form is None:
+        return 0, 0, 0
+    return form.mantissa, form.bias, int(torch.tensor(form.largest).view(torch.int32))
 
 
 def qk_rope_store(
@@ -39,6 +48,7 @@ def qk_rope_store(
     tokens, heads, size = q_out_TND.shape
     kv_heads = k_pool_SHD.shape[-2]
     page_slots, gap = page_gap(k_pool_SHD)
+    mantissa, bias, largest = format_of(k_pool_SHD.dtype)
     if not tokens:
         return
     each = math.gcd(heads, kv_heads, _HEADS)
@@ -53,7 +63,8 @@ def qk_rope_store(
         slot_count(k_pool_SHD), gap, eps,
         HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=triton.next_power_of_2(size // 2), EACH=each,
         Q_NORM=q_norm_D is not None, K_NORM=k_norm_D is not None,
-        IN_FP32=norm is not None and norm.dtype != qkv_TX.dtype, WIDTH=width, SLOTS=page_slots, num_warps=1,
+        IN_FP32=norm is not None and norm.dtype != qkv_TX.dtype, WIDTH=width, SLOTS=page_slots,
+        MANTISSA=mantissa, BIAS=bias, LARGEST=largest, num_warps=1,
     )  # fmt: skip
 
 
@@ -65,7 +76,7 @@ def _rope_store(
     qkv, cos, sin, positions, slots, q_norm, k_norm, k_pool, v_pool, q_out, factors, sums, slot_count, gap, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, IN_FP32: tl.constexpr, WIDTH: tl.constexpr,
-    SLOTS: tl.constexpr,
+    SLOTS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * EACH
     h, f = tl.arange(0, EACH), tl.arange(0, HALF)
@@ -85,13 +96,13 @@ def _rope_store(
             low, high = _turned(low, high, k_norm, cos_1F, sin_1F, eps, f, SIZE, K_NORM, IN_FP32)
             _keep(
                 k_pool, low, high, slots, factors, sums, slot_count, gap, t, head - HEADS, 0, h, f,
-                KV_HEADS, SIZE, WIDTH, SLOTS,
+                KV_HEADS, SIZE, WIDTH, SLOTS, MANTISSA, BIAS, LARGEST,
             )  # fmt: skip
     else:
         head -= HEADS + KV_HEADS
         _keep(
             v_pool, low, high, slots, factors, sums, slot_count, gap, t, head, 1, h, f,
-            KV_HEADS, SIZE, WIDTH, SLOTS,
+            KV_HEADS, SIZE, WIDTH, SLOTS, MANTISSA, BIAS, LARGEST,
         )  # fmt: skip
 
 
@@ -113,9 +124,12 @@ def _turned(low, high, norm, cos_1F, sin_1F, eps, f, SIZE: tl.constexpr, NORM: t
 @_jit
 def _keep(
     pool, low, high, slots, factors, sums, slot_count, gap, t, head, half, h, f,
-    KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Rows of heads go to their slot, and what they add to the digest of their token to the sums."""
+    if MANTISSA:
+        low, high = _in_fp8(low, pool, MANTISSA, BIAS, LARGEST), _in_fp8(high, pool, MANTISSA, BIAS, LARGEST)
     slot = tl.load(slots + t)
     inside = (f < SIZE // 2)[None, :]
     stored = (f < tl.where((slot >= 0) & (slot < slot_count), SIZE // 2, 0))[None, :]
@@ -136,6 +150,22 @@ def _keep(
 
 
 @_jit
+def _in_fp8(values, pool, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """As elements of an FP8 pool (kernels/fp8.py), by their bits: Triton's interpreter rounds otherwise than a GPU."""
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    MAGIC: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23  # a number whose last bit is worth the least of FP8
+    word = values.to(tl.float32).to(tl.int32, bitcast=True)
+    size = word & 0x7FFFFFFF
+    bounded = tl.minimum(size, LARGEST)
+    near = (bounded + ((1 << (SHIFT - 1)) - 1) + ((bounded >> SHIFT) & 1)) >> SHIFT
+    moved = bounded.to(tl.float32, bitcast=True) + tl.full(bounded.shape, MAGIC, tl.int32).to(tl.float32, bitcast=True)
+    small = moved.to(tl.int32, bitcast=True) - MAGIC
+    found = tl.where(bounded < ((128 - BIAS) << 23), small, near - ((127 - BIAS) << MANTISSA))
+    found = tl.where(size > 0x7F800000, 0x7F, found) | ((word >> 24) & 0x80)
+    return found.to(tl.uint8).to(pool.dtype.element_ty, bitcast=True)
+
+
+@_jit
 def add_sum(found):
     """The sum in 64 bits, to be cut: how wide a reduction of 32-bit numbers is differs in the interpreter."""
     return tl.sum(found.to(tl.uint64), 0)
@@ -143,12 +173,16 @@ def add_sum(found):
 
 @_jit
 def weighed(values, coefficients, element, inside, WIDTH: tl.constexpr):
-    """Lanes of 16 bits times their coefficients, modulo 2**32; one of 32 bits is two lanes."""
+    """Lanes of 16 bits times their coefficients, modulo 2**32; one of 32 bits is two lanes, one of 8 is half of one."""
     if values.dtype.primitive_bitwidth == 32:
         words = values.to(tl.uint32, bitcast=True)
         one = tl.load(coefficients + 2 * element, mask=inside & (2 * element < WIDTH), other=0)
         other = tl.load(coefficients + 2 * element + 1, mask=inside & (2 * element + 1 < WIDTH), other=0)
         found = (words & 0xFFFF) * one.to(tl.uint32, bitcast=True) + (words >> 16) * other.to(tl.uint32, bitcast=True)
+    elif values.dtype.primitive_bitwidth == 8:
+        one = tl.load(coefficients + element // 2, mask=inside & (element // 2 < WIDTH), other=0)
+        word = values.to(tl.uint8, bitcast=True).to(tl.uint32) << (element % 2 * 8).to(tl.uint32)
+        found = word * one.to(tl.uint32, bitcast=True)
     else:
         one = tl.load(coefficients + element, mask=inside & (element < WIDTH), other=0)
         found = values.to(tl.uint16, bitcast=True).to(tl.uint32) * one.to(tl.uint32, bitcast=True)

@@ -109,7 +109,8 @@ class _Planes:
         """The same as planes; None: the kernel that reads KV cannot digest such rows."""
         heads, size = pool_SHD.shape[-2:]
         plain = factors.plain_22W
-        whole = plain.shape[-1] == heads * size and pool_SHD.element_size() == 2
+        each = pool_SHD.element_size()
+        whole = plain.shape[-1] == heads * size * each // 2 and each <= 2
         if not whole or size < 16 or size & (size - 1) or size > _HEAD_SIZE_MAX:
             return None
         if factors.bias is not None:
@@ -129,15 +130,15 @@ def digest_beside(
     so where there is one query."""
     factors_22W, sums_P22E, columns = digest.factors.plain_22W.contiguous(), digest.sums_P22E, digest.due_7B.shape[1]
     pool_SHD = halves_SHD[0]
-    width, each = factors_22W.shape[-1], pool_SHD.element_size() // 2  # lanes of an element
+    width, each = factors_22W.shape[-1], pool_SHD.element_size()
     page_slots, gap = page_gap(pool_SHD)
     splits = max(_BESIDE_SPLITS, _BESIDE_PROGRAMS // (columns * len(halves_SHD)))
     _beside[(columns, len(halves_SHD), min(splits, _BESIDE_PROGRAMS // 8))](
         pool_SHD.view(torch.int16), halves_SHD[-1].view(torch.int16), req_to_token_RC, req_to_token_RC.stride(0),
         batch.rows_B, batch.q_starts_B1, batch.context_B, factors_22W, digest.due_7B, sums_P22E, sums_P22E.shape[-1],
-        window or 0, slot_count(pool_SHD), gap * each, batch.sequence_count, columns, width, digest.page_size,
+        window or 0, slot_count(pool_SHD), gap * each // 2, batch.sequence_count, columns, width, digest.page_size,
         IS_READ=is_read, WINDOWED=window is not None, ROWS=_BESIDE_SLOTS,
-        WIDTH=min(_BESIDE_LANES, triton.next_power_of_2(width)), LANES=row_elements(pool_SHD) * each,
+        WIDTH=min(_BESIDE_LANES, triton.next_power_of_2(width)), LANES=row_elements(pool_SHD) * each // 2,
         SLOTS=page_slots,
     )  # fmt: skip
 
