@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from serinus.cli.canary_show import FOUND, PLANTED, TOLD, CanaryEvent, stories
+from serinus.cli.canary_stories import FOUND, PLANTED, TOLD, CanaryEvent, stories
 from serinus.cli.svg import AMBER, BLUE, FAINT, RED, VIOLET, Svg
 
 _LEFT, _LANE, _COLUMN, _BOX, _HIGH = 130.0, 96.0, 268.0, 236.0, 68.0
