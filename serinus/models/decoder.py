@@ -59,6 +59,7 @@ class Decoder:
         self.shard = shard or spec.shards(Mesh())[0]
         self.spec = spec.on(self.shard)
         self.dtype = dtype
+        self._all_heads = spec.head_count, spec.kv_head_count
         self._comm = comm or SoloComm()
         self._kernels = kernels
         weights = take_weights(spec, source, kernels, positions or spec.context_length, self.shard)
@@ -250,10 +251,7 @@ class Decoder:
         if latent is not None:
             return latent.queries(self._kernels, layer, qkv_TX, batch.positions_T, kv[0], slots_T, written)
         if layer.qk_norm_X is not None:
-            q_size, kv_size = (count * spec.head_size for count in (spec.head_count, spec.kv_head_count))
-            parts = torch.split_with_sizes(qkv_TX, [q_size, kv_size, kv_size], 1)
-            for part_TX, norm_X in zip(parts[:2], layer.qk_norm_X, strict=True):
-                part_TX.copy_(self._kernels.rms_norm(part_TX.contiguous(), norm_X, spec.norm_eps))
+            self._norm_heads(qkv_TX, layer.qk_norm_X)
         q_TND = qkv_TX.new_empty((len(qkv_TX), spec.head_count, spec.head_size))
         self._kernels.qk_rope_store(
             qkv_TX,
@@ -269,3 +267,19 @@ class Decoder:
             written,
         )
         return q_TND
+
+    def _norm_heads(self, qkv_TX: torch.Tensor, norms_X: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Norms over all query heads and over all key heads, in place: those of all ranks of the stage, by one sum."""
+        spec, dtype = self.spec, qkv_TX.dtype
+        sizes = [count * spec.head_size for count in (spec.head_count, spec.kv_head_count)]
+        parts = torch.split_with_sizes(qkv_TX, [*sizes, sizes[1]], 1)[:2]
+        if self.shard.tp == 1:
+            for part_TX, norm_X in zip(parts, norms_X, strict=True):
+                part_TX.copy_(self._kernels.rms_norm(part_TX.contiguous(), norm_X, spec.norm_eps))
+            return
+        wide = [part_TX.float() for part_TX in parts]
+        sums_T2 = self._comm.all_reduce(torch.stack([each.square().sum(1) for each in wide], 1))
+        for i, (part_TX, norm_X) in enumerate(zip(parts, norms_X, strict=True)):
+            mean_T1 = sums_T2[:, i : i + 1] / self._all_heads[i] / spec.head_size
+            normed_TX = wide[i] * torch.rsqrt(mean_T1 + spec.norm_eps)
+            part_TX.copy_(normed_TX * norm_X if norm_X.dtype != dtype else normed_TX.to(dtype) * norm_X)

@@ -135,7 +135,8 @@ class _Layer:
             q_norm_D=self._head_norm("self_attn.q_norm") if spec.qk_norm else None,
             k_norm_D=self._head_norm("self_attn.k_norm") if spec.qk_norm else None,
             qk_norm_X=(
-                self._head_norm("self_attn.q_norm", q_size), self._head_norm("self_attn.k_norm", kv_size)
+                self._head_norm("self_attn.q_norm", q_size)[queries.start : queries.stop],
+                self._head_norm("self_attn.k_norm", kv_size)[keys.start : keys.stop],
             ) if spec.qk_norm_whole else None,
             output=self._columns("self_attn.o_proj", spec.head_count * width, outputs, spec.output_bias),
             attention_norm_E=None if added is None else self._norm(added),

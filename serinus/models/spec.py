@@ -162,11 +162,6 @@ class ModelSpec:
                 f"models: tp_size is {mesh.tp} and pp_size {mesh.pp} for {self.architecture}, which runs through"
                 " transformers, expected 1 of both"
             )
-        if self.qk_norm_whole and mesh.tp > 1:
-            raise ConfigError(
-                f"models: tp_size is {mesh.tp} for {self.architecture}, expected 1: a norm over all heads would have to"
-                " be computed by all ranks of a stage (pp_size divides its layers)"
-            )
         if self.experts is not None and mesh.tp > self.experts.narrowest:
             raise ConfigError(
                 f"models: tp_size is {mesh.tp}, expected at most {self.experts.narrowest}, the inner width of an expert"

@@ -29,8 +29,6 @@ from serinus.testing.oracle import toy_continue
 from serinus.testing.ranked import RankedRunner, ranked_engine
 from tests.models.parity import GREEDY, engine, random_ids
 
-WHOLE = "olmo3"
-"""Norms over all heads: layers may be divided, heads not."""
 PROMPT = random_ids(21, 70)
 CHUNKS = [1, 17, 40, 3, 1 << 30] + [1] * 20
 MESHES = {"TP2": Mesh(tp=2), "PP2": Mesh(pp=2), "PP3": Mesh(pp=3), "PP2xTP2": Mesh(tp=2, pp=2)}
@@ -42,7 +40,8 @@ FAMILIES = {
     "gemma3_text": {"tied": True, "layers": 7, "kv_heads": 2, "head_size": 32},
     "phi3": {"layers": 3, "intermediate": 157},
     "glm4": {"layers": 3, "attention_bias": True},
-    WHOLE: {"layers": 5},
+    "olmo2": {"layers": 3, "attention_bias": True},
+    "olmo3": {"layers": 5},
     "qwen2_moe": {"layers": 3, "moe_intermediate_size": 45, "shared_expert_intermediate_size": 31, "stacked": True},
     "glm4_moe": {"layers": 3, "moe_intermediate_size": 33},
     "gpt_oss": {"layers": 3, "intermediate": 45},
@@ -86,10 +85,6 @@ def _answer(direct: DirectEngine, params: SamplingParams = GREEDY) -> DirectSeq:
 def test_a_mesh_gives_the_greedy_tokens_of_one_process_in_fp32(
     families: dict[str, Path], family: str, mesh: str
 ) -> None:
-    if family == WHOLE and MESHES[mesh].tp > 1:
-        with pytest.raises(ConfigError, match=r"tp_size is 2 for Olmo3ForCausalLM, expected 1: a norm over all heads"):
-            load_spec(families[family]).shards(MESHES[mesh])
-        return
     alone, _ = engine(families[family], torch.float32)
     with _ranked(families[family], MESHES[mesh], torch.float32) as (direct, _):
         assert _answer(direct).output == _answer(alone).output
@@ -97,13 +92,16 @@ def test_a_mesh_gives_the_greedy_tokens_of_one_process_in_fp32(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(pp=3), Mesh(tp=2, pp=2)])
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [("llama", Mesh(tp=2)), ("llama", Mesh(pp=3)), ("llama", Mesh(tp=2, pp=2)), ("olmo3", Mesh(tp=2))],
+)
 def test_log_probabilities_stay_close_to_those_of_one_process(
-    families: dict[str, Path], mesh: Mesh, dtype: torch.dtype
+    families: dict[str, Path], family: str, mesh: Mesh, dtype: torch.dtype
 ) -> None:
     """Of every token of the prompt, and of the likeliest one after it: all of them given, so that no near tie between
     two tokens decides what is compared."""
-    path = families["llama"]
+    path = families[family]
     params = SamplingParams(temperature=0.0, max_new_tokens=4, logprobs=3, prompt_logprobs=0)
 
     def found(direct: DirectEngine) -> torch.Tensor:
