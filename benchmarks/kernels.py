@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from report import best_ms
 
-from serinus.kernels import AttentionBatch, Kernels, RowSampling, load, warm
+from serinus.kernels import FP8_FORMATS, AttentionBatch, Kernels, RowSampling, load, warm
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, SIZE, MLP, VOCAB = 12, 1024, 16, 8, 128, 3072, 32000
 PAGE, CONTEXT = 16, 300
@@ -53,7 +53,9 @@ class Bench:
         print(f"memory {self.gb_s:.1f} GB/s, bf16 matmul {self.gflop_s:.0f} GFLOP/s")
 
     def row(self, name: str, job: Callable[[], object], *, bytes_moved: float = 0, flops: float = 0) -> float:
-        spent = best_ms(job, self.repeat)
+        return self.note(name, best_ms(job, self.repeat), bytes_moved=bytes_moved, flops=flops)
+
+    def note(self, name: str, spent: float, *, bytes_moved: float = 0, flops: float = 0) -> float:
         floor = max(bytes_moved / self.gb_s, flops / self.gflop_s) / 1e6
         part = f"floor {floor:9.3f} ms  {100 * floor / spent:4.0f} %" if floor else ""
         print(f"{name:58s} {spent:9.3f} ms  {part}")
@@ -159,6 +161,22 @@ def bench_window(bench: Bench, kernels: Kernels, context: int, window: int) -> N
             )
 
 
+def bench_fp8(bench: Bench, kernels: Kernels, context: int) -> None:
+    """A long context in bf16 and in FP8, in turns: half the bytes, read and widened in registers."""
+    (bf16, *_), table = make_kv(4, context)
+    batch = make_batch(1, [context] * 4)
+    q = torch.randn(4, HEADS, SIZE).to(BF16)
+    pools = [tuple(pool.to(kind) for pool in bf16) for kind in (BF16, *FP8_FORMATS)]
+    jobs = [partial(kernels.paged_attention, q, *kv, table, batch, SIZE**-0.5) for kv in pools]
+    best = [float("inf")] * len(jobs)
+    for _ in range(bench.repeat):
+        best = [min(known, best_ms(job, 3)) for known, job in zip(best, jobs, strict=True)]
+    for (k, _), spent in zip(pools, best, strict=True):
+        kind = str(k.dtype).removeprefix("torch.")
+        bytes_moved = 8 * context * KV_HEADS * SIZE * k.element_size()
+        bench.note(f"decode attention, 4 x {context} tokens in {kind}", spent, bytes_moved=bytes_moved)
+
+
 def bench_elementwise(bench: Bench, kernels: Kernels, tokens: int) -> None:
     x, residual = torch.randn(tokens, HIDDEN).to(BF16), torch.randn(tokens, HIDDEN).to(BF16)
     weight = torch.randn(HIDDEN).to(BF16)
@@ -239,6 +257,7 @@ def main() -> None:
     for sequences, queries, context in ((8, 256, 256), (1, 1024, 1024), (1, 2048, 2048), (1, 512, 2048)):
         bench_prefill(bench, kernels, sequences, queries, context)
     bench_window(bench, kernels, 8192, 512)
+    bench_fp8(bench, kernels, 8192)
     for tokens in (1, 16, 2048):
         bench_elementwise(bench, kernels, tokens)
     head = kernels.pack_linear(torch.randn(VOCAB, HIDDEN).to(BF16), None)

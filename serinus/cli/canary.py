@@ -69,6 +69,9 @@ def _arguments(command: Command, words: Sequence[str]) -> Any:
     what.add_argument(
         "--dtype", default="auto", metavar="NAME", help="auto, bfloat16, float16 or float32; default: auto"
     )
+    what.add_argument(
+        "--kv-cache-dtype", default="auto", metavar="NAME", help="auto, fp8_e4m3 (fp8) or fp8_e5m2; default: auto"
+    )
     how = parser.add_argument_group("How to test it")
     how.add_argument("--faults", type=int, default=3, metavar="N", help="faults of each kind in each place; default: 3")
     how.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same faults; default: 0")
@@ -120,6 +123,7 @@ def _settings(arguments: Any) -> dict[str, Any]:
         "chunked_prefill_size": 16 * page,
         "device": arguments.device,
         "dtype": arguments.dtype,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
         "tp_size": arguments.tp_size,
         "pp_size": arguments.pp_size,
     }

@@ -309,8 +309,9 @@ def _kv(config: ServeConfig, weights: int) -> Iterator[MachineCheck]:
     sizes = kv_sizes(config, weights)
     for part, pool in sizes.pools.items():
         room = _room(pool.page_count, pool.page_size, pool.page_bytes)
+        kind = str(pool.dtype).removeprefix("torch.")
         most = "" if pool.device == "cpu" else ", less what the largest step takes, which is run at start"
-        yield MachineCheck(what=f"KV {part.name.lower()}", seen=f"{room} on {pool.device}{most}")
+        yield MachineCheck(what=f"KV {part.name.lower()}", seen=f"{room} of {kind} on {pool.device}{most}")
     for part, count in sizes.host.items():
         pool = sizes.pools[part]
         yield MachineCheck(what=f"host {part.name.lower()}", seen=_room(count, pool.page_size, pool.page_bytes))

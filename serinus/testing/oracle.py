@@ -13,7 +13,7 @@ from serinus.models import ModelSpec
 
 _U = np.uint64
 _A, _B, _C = _U(0x2545F4914F6CDD1D), _U(0x632BE59BD9B4E019), _U(0xD6E8FEB86659FD93)
-_ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+_ITEM_BYTES = {"float8_e4m3fn": 1, "float8_e5m2": 1, "bfloat16": 2, "float32": 4}
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -38,6 +38,10 @@ def test_the_room_for_kv_is_said_by_part_and_tier(sliding: Path) -> None:
     assert per_token[1] == pytest.approx(2 * per_token[0], abs=0.15)  # two layers slide, one does not
     assert "window 6" in found["model"].seen
     assert "host tier" not in found
+    assert " of bfloat16 on cpu" in found["KV full"].seen
+    narrow = look(sliding, kv_canary="none", kv_cache_dtype="fp8")["KV full"].seen
+    assert " of float8_e4m3fn on cpu" in narrow
+    assert float(narrow.split("(")[1].split(" KB")[0]) == pytest.approx(per_token[0] / 2, abs=0.1)
 
 
 def test_the_model_is_told_as_overrides_make_it(sliding: Path) -> None:

@@ -108,6 +108,42 @@ def test_latent_rows_which_all_slices_hold_come_to_every_slice(
         assert count(engines.decode, "kv_transfer_pages") > 20
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (2, 1), (1, 2)])
+def test_kv_of_one_byte_goes_between_equal_and_unequal_slices(toy: Path, prefill: int, decode: int) -> None:
+    spec, prompts = load_spec(toy), prompts_of(4)
+    sizes = ({"tp_size": tp} for tp in (prefill, decode))
+    with pair(toy, *sizes, "shm", kv_cache_dtype="fp8", kv_canary="raise", kv_canary_real_data="all") as engines:
+        for rid, prompt in prompts.items():
+            engines.add(rid, prompt, 7)
+        engines.run()
+        assert {rid: engines.tokens(rid) for rid in prompts} == {
+            rid: toy_continue(spec, prompt, 7, dtype="float8_e4m3fn") for rid, prompt in prompts.items()
+        }
+        assert count(engines.decode, "num_transfer_failed_reqs") == 0
+        assert count(engines.decode, "kv_transfer_pages") > 10
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("prefill", [1, 2])
+def test_a_real_model_with_kv_in_fp8_answers_what_one_engine_of_its_slices_answers(
+    tmp_path: Path, prefill: int
+) -> None:
+    path = make_checkpoint(tmp_path, "llama", layers=3, vocab=320, tokenizer=False)
+    prompts = {f"r{i}": [(37 * i + 11 * j) % 320 for j in range(9 + 8 * i)] for i in range(4)}
+    given = {"dtype": "float32", "kv_cache_dtype": "fp8"}
+    with crew(path, tp_size=prefill, **given) as alone:
+        for rid, prompt in prompts.items():
+            alone.add(rid, prompt, 8)
+        alone.run()
+        expected = {rid: alone.tokens(rid) for rid in prompts}
+    with pair(path, {"tp_size": prefill}, {"tp_size": 2}, **given) as engines:
+        for rid, prompt in prompts.items():
+            engines.add(rid, prompt, 8)
+        engines.run()
+        assert {rid: engines.tokens(rid) for rid in prompts} == expected
+        assert count(engines.decode, "kv_transfer_pages") > 0
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize(("prefill", "decode"), [((2, 2), (1, 2))])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
