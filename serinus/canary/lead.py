@@ -265,12 +265,13 @@ class CanaryLead:
         """Slots that a sweep should verify now, by part, so that a pass over each takes no longer than is asked for."""
         period, now, budgets = self._settings.kv_canary_sweep_seconds / _SWEEP_HASTE, self._clock.now(), {}
         for part, since in self._swept_at.items() if period else ():
-            slots = self._cache.ledgers[Tier.DEVICE, part].page_count * self._cache.page_size
-            due = int(slots * (now - since) / period)
-            if due >= max(self._cache.page_size, min(_SWEEP_SLOTS_MIN, slots // 16)):
-                budgets[part] = min(due, self.sweep_slots)
+            size, pages = self._cache.page_size, self._cache.ledgers[Tier.DEVICE, part].page_count
+            due = int(size * pages * (now - since) / period)
+            if due >= max(size, min(_SWEEP_SLOTS_MIN, size * pages // 16)):
+                whole = max(1, min(due, self.sweep_slots) // size)  # pages: the time of what is left is not spent
+                budgets[part] = whole * size
                 # What is more than one sweep stays due, up to one pass.
-                self._swept_at[part] = max(since + budgets[part] * period / slots, now - period)
+                self._swept_at[part] = max(since + whole * period / pages, now - period)
         return budgets
 
     def _sweep(self, budgets: Mapping[Part, int]) -> None:

@@ -108,7 +108,7 @@ def test_ranks_are_started_once_and_swept_before_every_step_that_is_due(engine: 
 
 
 @pytest.mark.parametrize("is_idle", [False, True])
-@pytest.mark.parametrize("turn_s", [1.0, 7.0, 900.0])
+@pytest.mark.parametrize("turn_s", [1.0, 7.0, 260.0, 900.0])
 def test_a_pass_over_the_cache_ends_within_the_time_asked_for_idle_or_not(
     engine: TinyEngine, turn_s: float, is_idle: bool
 ) -> None:
