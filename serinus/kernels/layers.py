@@ -55,6 +55,8 @@ class LayerWeights:
     """Gate and up projections as one, [2F, E]; None where the MLP is a mixture of experts."""
     down: PackedLinear | None
     """Down projection, [E, F]; likewise."""
+    kv_scales: tuple[float, float] = (1.0, 1.0)
+    """What keys, and values, are divided by before they go to a pool of FP8; 1.0 where the checkpoint says nothing."""
 
 
 class LayerSteps(Protocol):

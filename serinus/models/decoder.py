@@ -19,7 +19,17 @@ import torch
 
 from serinus.core.errors import InvariantError
 from serinus.core.parts import Part
-from serinus.kernels import AttentionBatch, Gate, Kernels, LayerDigest, LayersKv, LayerSteps, PackedLinear, WrittenRows
+from serinus.kernels import (
+    FP8_FORMATS,
+    AttentionBatch,
+    Gate,
+    Kernels,
+    LayerDigest,
+    LayersKv,
+    LayerSteps,
+    PackedLinear,
+    WrittenRows,
+)
 from serinus.models.batch import ForwardBatch
 from serinus.models.hooks import ForwardHook
 from serinus.models.layers import take_weights
@@ -27,6 +37,8 @@ from serinus.models.spec import ModelSpec
 from serinus.models.weights import WeightSource
 from serinus.parallel import Mesh, Shard
 from serinus.parallel.comm import Comm, SoloComm
+
+_UNSCALED = 1.0, 1.0
 
 
 class Decoder:
@@ -65,6 +77,7 @@ class Decoder:
         weights = take_weights(spec, source, kernels, positions or spec.context_length, self.shard)
         self._embedding_VE, self._norm_E, self._head = weights.embedding_VE, weights.norm_E, weights.head
         self._layers, self._mixtures, self._latents = weights.layers, weights.mixtures, weights.latents
+        self.has_kv_scales = any(layer.kv_scales != _UNSCALED for layer in self._layers)
         self._scale = spec.head_size**-0.5 if spec.attention_scale is None else spec.attention_scale
         scale = spec.embedding_scale  # rounded to the model's dtype, as in training
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
@@ -163,6 +176,8 @@ class Decoder:
         """What runs whole layers of this step; None: it goes op by op."""
         if self._decode_layers is None or batch.wanted_W is not None:
             return None
+        if self.has_kv_scales and kv[0][0].dtype in FP8_FORMATS:
+            return None
         slots = {part: batch.slots_of(part) for part in tables}
         return self._decode_layers.begin(kv, tables, batch.attention, batch.positions_T, slots, residual_TE)
 
@@ -197,12 +212,14 @@ class Decoder:
                 q_TND, kv[0], latent.spec.rank, table_RC, attention, self._scale, digest
             )
             return latent.values(mixed_TNR)
-        (k_SHD, v_SHD), cap = kv, self.spec.attention_softcap
-        inputs = q_TND, k_SHD, v_SHD, table_RC, attention, self._scale
+        (k_SHD, v_SHD), (k_scale, v_scale) = kv, self._kv_scales(index, kv)
+        inputs = q_TND, k_SHD, v_SHD, table_RC, attention, self._scale * k_scale
         if digest is None:
             mixed_TND = kernels.paged_attention(*inputs, layer.window, cap, layer.sinks_N)
         else:
             mixed_TND = kernels.watched_attention(*inputs, digest, None, layer.window, cap, layer.sinks_N)
+        if v_scale != 1.0:
+            mixed_TND.mul_(v_scale)
         return mixed_TND.view(len(mixed_TND), -1)
 
     def _feed(self, index: int, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
@@ -241,6 +258,10 @@ class Decoder:
             self._comm.all_reduce(hidden_TE.masked_fill_(foreign_T[:, None], 0.0))
         return hidden_TE if self._embedding_scale is None else hidden_TE.mul_(self._embedding_scale)
 
+    def _kv_scales(self, index: int, kv: tuple[torch.Tensor, ...]) -> tuple[float, float]:
+        """What keys and values of a layer are divided by in its pools."""
+        return self._layers[index].kv_scales if kv[0].dtype in FP8_FORMATS else _UNSCALED
+
     def _rotate(
         self, index: int, qkv_TX: torch.Tensor, batch: ForwardBatch, kv: tuple[torch.Tensor, ...],
         written: WrittenRows | None,
@@ -252,6 +273,14 @@ class Decoder:
             return latent.queries(self._kernels, layer, qkv_TX, batch.positions_T, kv[0], slots_T, written)
         if layer.qk_norm_X is not None:
             self._norm_heads(qkv_TX, layer.qk_norm_X)
+        k_norm_D, (k_scale, v_scale) = layer.k_norm_D, self._kv_scales(index, kv)
+        if (k_scale, v_scale) != _UNSCALED:
+            kv_size = spec.kv_head_count * spec.head_size
+            qkv_TX[:, -kv_size:].div_(v_scale)
+            if k_norm_D is None:
+                qkv_TX[:, -2 * kv_size : -kv_size].div_(k_scale)
+            else:
+                k_norm_D = k_norm_D / k_scale
         q_TND = qkv_TX.new_empty((len(qkv_TX), spec.head_count, spec.head_size))
         self._kernels.qk_rope_store(
             qkv_TX,
@@ -259,7 +288,7 @@ class Decoder:
             layer.sin_PF,
             batch.positions_T,
             layer.q_norm_D,
-            layer.k_norm_D,
+            k_norm_D,
             spec.norm_eps,
             *kv,
             slots_T,

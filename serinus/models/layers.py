@@ -9,11 +9,13 @@ Shapes: E = hidden size, V = vocabulary, D = head size, P = positions, F = pairs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.kernels import Kernels, LayerWeights, PackedExperts, PackedLinear, QuantizedWeight
 from serinus.models.experts import ExpertSpec
@@ -81,6 +83,8 @@ def take_weights(spec: ModelSpec, source: WeightSource, kernels: Kernels, positi
 
 _BLOCKS = ("mlp", "block_sparse_moe")
 """Names of a layer's mixture."""
+_KV_SCALES = ("{0}_scale", "{0}_proj.output_scale", "{0}_proj.{0}_scale", "kv_scale")
+"""Names of a scale of keys or values."""
 _Rotation = tuple[torch.Tensor, torch.Tensor]
 _Weight = torch.Tensor | QuantizedWeight
 """The weight of a linear."""
@@ -147,7 +151,18 @@ class _Layer:
                 "mlp.gate_up_proj" if spec.fused_mlp else None, has_bias=spec.mlp_bias,
             ) if is_dense else None,
             down=self._columns("mlp.down_proj", inner, shard.mlp, spec.mlp_bias) if is_dense else None,
+            kv_scales=(self._kv_scale("k"), self._kv_scale("v")),
         )  # fmt: skip
+
+    def _kv_scale(self, half: str) -> float:
+        """What the checkpoint divides keys or values by in FP8. Raises ConfigError: no positive number."""
+        for name in (f"self_attn.{each.format(half)}" for each in _KV_SCALES):
+            if self._source.has(self._base + name):
+                scale = float(self._take(name, (1,), dtype=torch.float32))
+                if not 0.0 < scale < math.inf:
+                    raise ConfigError(f"models: {self._base}{name} is {scale}, expected a positive number")
+                return scale
+        return 1.0
 
     def latent(self) -> Latent | None:
         """What latent attention has beside its inputs and outputs, of the heads of this rank; None: it is another."""

@@ -40,6 +40,8 @@ class Model(Protocol):
     """What this rank runs (ModelSpec.on)."""
     dtype: torch.dtype
     """Element type of activations, and of its KV where pools are not FP8."""
+    has_kv_scales: bool
+    """Whether its checkpoint has scales for KV in FP8."""
 
     def activation(self, token_count: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what goes from stage to stage for so many tokens."""

@@ -125,7 +125,7 @@ def _fp8(fields: _Fields) -> QuantSpec:
 def _compressed(fields: _Fields) -> QuantSpec:
     given = fields.values
     form = fields.want("format", given.get("format"), "pack-quantized", "float-quantized")
-    fields.want("kv_cache_scheme", given.get("kv_cache_scheme"), None)
+    _check_kv(fields)
     fields.want("sparsity_config.format", (given.get("sparsity_config") or {}).get("format", "dense"), "dense")
     groups = given.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, dict) else []
@@ -144,6 +144,16 @@ def _compressed(fields: _Fields) -> QuantSpec:
     bits = fields.want("config_groups.weights.num_bits", weights.get("num_bits"), 4, 8)
     group = fields.group("config_groups.weights.group_size", weights.get("group_size")) if strategy == "group" else 0
     return QuantSpec(method="compressed-tensors", bits=bits, group=group, head_bits=16)
+
+
+def _check_kv(fields: _Fields) -> None:
+    """Raises ConfigError where KV is to be another than FP8 with one scale for keys of a layer, and one for values."""
+    scheme = fields.values.get("kv_cache_scheme")
+    if not isinstance(scheme, dict):
+        fields.want("kv_cache_scheme", scheme, None)
+        return
+    for name, wanted in (("num_bits", 8), ("type", "float"), ("strategy", "tensor"), ("dynamic", False)):
+        fields.want(f"kv_cache_scheme.{name}", scheme.get(name), wanted)
 
 
 def _gguf(fields: _Fields) -> QuantSpec:

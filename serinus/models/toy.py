@@ -92,6 +92,7 @@ class ToyModel:
         self, spec: ModelSpec, dtype: torch.dtype, *, shard: Shard | None = None, comm: Comm | None = None
     ) -> None:
         """Raises ConfigError where a KV row is no whole number of 64-bit words."""
+        self.has_kv_scales = False
         self.shard = shard or spec.shards(Mesh())[0]
         self.spec = spec.on(self.shard)
         row_bytes = self.spec.kv_head_count * spec.head_size * dtype.itemsize

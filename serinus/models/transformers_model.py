@@ -61,7 +61,7 @@ class TransformersModel:
         """
         from transformers import AttentionInterface, AutoModelForCausalLM
 
-        self.spec, self.dtype, self._kernels = spec, dtype, kernels
+        self.spec, self.dtype, self._kernels, self.has_kv_scales = spec, dtype, kernels, False
         maker: Any = AutoModelForCausalLM
         AttentionInterface.register(_NAME, _attend)
         config = read_config(folder)

@@ -7,6 +7,7 @@ are unmapped with the last view of them. Knows nothing of layers.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -255,5 +256,5 @@ def _index(span: range, dim: int) -> tuple[slice, ...]:
 
 
 def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...] | None) -> None:
-    if wanted is not None and found != wanted:
+    if wanted is not None and found != wanted and not (math.prod(found) == math.prod(wanted) == 1):
         raise ConfigError(f"models: tensor {name!r} has shape {list(found)}, expected {list(wanted)} from config.json")

@@ -20,7 +20,7 @@ from serinus.core.cores import engine_threads
 from serinus.core.errors import BadRequest, ConfigError
 from serinus.core.log import get_logger
 from serinus.core.parts import PageStore, Part
-from serinus.kernels import Kernels, load, warm
+from serinus.kernels import FP8_FORMATS, Kernels, load, warm
 from serinus.models import (
     TOY_ARCHITECTURE,
     ForwardHook,
@@ -150,6 +150,9 @@ def build_rank(
             positions=context, device=device, shard=shard, comm=comm, digests=digests, tell=progress,
         )  # fmt: skip
         progress.end()
+        if kv_dtype in FP8_FORMATS:
+            whence = "of the checkpoint" if model.has_kv_scales else "1.0, as the checkpoint has none"
+            _log.info("keys and values are kept in %s; their scales: %s", str(kv_dtype).removeprefix("torch."), whence)
         if not spec.signature:
             spec = spec.signed(digests.of_model(comm))
         trim()

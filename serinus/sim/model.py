@@ -111,7 +111,7 @@ class PartKv:
 class SimModel:
     """models.Model of one rank of the simulated cluster."""
 
-    dtype = torch.float32
+    dtype, has_kv_scales = torch.float32, False
 
     def __init__(
         self, spec: ModelSpec, shard: Shard, lanes: Lanes, pools: Mapping[Part, DevicePool], comm: Comm,
