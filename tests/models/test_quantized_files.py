@@ -163,6 +163,7 @@ CASES: dict[str, tuple[dict[str, Any], Store]] = {
         {
             "quant_method": "compressed-tensors", "format": "float-quantized",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": FLOATS, "input_activations": FLOATS}},
+            "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
         },
         fp8(lambda o, i: (o, 1), "weight_scale"),
     ),
@@ -189,6 +190,8 @@ def written(path: Path, folder: Path, case: str) -> tuple[Path, Path]:
             plain[name] = weight
             if "static" in str(config):
                 quantized[f"{base}input_scale"] = torch.tensor(0.5)
+            if "kv_cache_scheme" in config and name.endswith(("k_proj.weight", "v_proj.weight")):
+                quantized[f"{base}output_scale"] = torch.tensor([0.02])
             if config["quant_method"] == "gptq" and f"{base}bias" not in load_file(path / "model.safetensors"):
                 quantized[f"{base}bias"] = torch.zeros(len(weight))
     for part, tensors in (("quantized", quantized), ("plain", plain)):
