@@ -155,7 +155,8 @@ def _mark(config: ServeConfig) -> Path:
         package_version(), package_version("torch"), package_version("triton"),
         torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         (Path(folder) / "config.json").read_text(), config.model.json_model_override_args, config.model.dtype,
-        config.model.quantization, config.model.context_length, config.memory.page_size, config.canary,
+        config.model.quantization, config.model.context_length, config.memory.page_size,
+        config.memory.kv_cache_dtype, config.canary,
         config.kernels.attention_backend, config.kernels.cuda_graph_max_bs, config.kernels.disable_cuda_graph,
         config.sched.max_running_requests, config.sched.chunked_prefill_size,
     ]  # fmt: skip
