@@ -15,6 +15,8 @@ from typing import Any
 
 import httpx
 
+from tests.reference_cache import cache_argument
+
 HTTP = httpx.Client(timeout=120, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
 """One for all threads: to make a client costs more than to ask. Each question has a connection of its own."""
 
@@ -24,9 +26,9 @@ class Reference:
 
     def __init__(self, checkpoint: Path) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, DynamicCache
 
-        self._torch = torch
+        self._torch, self._cache = torch, DynamicCache
         self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self.vocab_size = int(self._model.config.vocab_size)
 
@@ -34,10 +36,10 @@ class Reference:
         """`count` tokens, end-of-sequence ignored."""
         torch = self._torch
         with torch.inference_mode():
-            out, cache, fed = [], None, torch.tensor([prompt])
+            out, fed = [], torch.tensor([prompt])
+            given = {cache_argument(self._model): self._cache(config=self._model.config)}
             for _ in range(count):
-                step = self._model(fed, past_key_values=cache, use_cache=True)
-                cache = step.past_key_values
+                step = self._model(fed, use_cache=True, **given)
                 out.append(int(step.logits[0, -1].argmax()))
                 fed = torch.tensor([[out[-1]]])
         return out

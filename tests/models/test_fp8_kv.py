@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from serinus.core.errors import ConfigError
 from serinus.kernels import FP8_FORMATS, load
 from serinus.models import choose_kv_dtype, load_model, load_spec, make_checkpoint
 from serinus.testing.direct import DirectEngine
+from tests.reference_cache import cache_argument
 
 from .parity import Recorder, random_ids, run_in_uneven_chunks
 
@@ -48,8 +48,7 @@ def rounded_reference(
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     given: dict[str, Any] = {"use_cache": kind is not None}
     if kind is not None:
-        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        given[name] = RoundedCache(model.config, kind, scales)
+        given[cache_argument(model)] = RoundedCache(model.config, kind, scales)
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([ids]), **given).logits[0]
     return logits
