@@ -34,16 +34,16 @@ class _Handle(ctypes.Structure):
 
 
 class DevicePull:
-    """A gather on a stream, between two events, and the sums that it leaves in pinned memory."""
+    """A gather on a stream, between two events, and its sums in pinned memory once they are read."""
 
-    def __init__(self, sums_G: Tensor, begin: Any, end: Any) -> None:
-        self._sums_G, self._begin, self._end = sums_G, begin, end
+    def __init__(self, sums_G: Tensor, begin: Any, end: Any, read: Any) -> None:
+        self._sums_G, self._begin, self._end, self._read = sums_G, begin, end, read
 
     def done(self) -> bool:
-        return bool(self._end.query())
+        return bool(self._read.query())
 
     def sums(self) -> bytes:
-        self._end.synchronize()
+        self._read.synchronize()
         return self._sums_G.numpy().astype("<i8").tobytes()
 
     @property
@@ -75,6 +75,7 @@ class CudaDriver:
         self.process = f"{host_identity()}/{os.getpid()}"
         self._pulls = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
         self._own = torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+        self._reads = torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
 
     def _call(self, name: str, *arguments: Any) -> str:
         """Call the driver; what went wrong, in words; empty = nothing. The calling thread has a context of torch."""
@@ -143,13 +144,22 @@ class CudaDriver:
         with torch.cuda.stream(self._pulls):
             begin = _event()
             ours, theirs = (_lanes(regions) for regions in zip(*pairs, strict=True))
-            return _read(self._kernels.pull_pages(ours, _ids(pages), seed, theirs, _ids(sources)), begin)
+            return self._read(self._kernels.pull_pages(ours, _ids(pages), seed, theirs, _ids(sources)), begin)
 
     def sums(self, regions: Sequence[Region], pages: NDArray[np.int32], seed: int) -> bytes:
         """Of own pages, which are whole: those that ran for them have ended. Waits for the device."""
         with torch.cuda.stream(self._own):
             begin = _event()
-            return _read(self._kernels.pull_pages(_lanes(tuple(regions)), _ids(pages), seed), begin).sums()
+            return self._read(self._kernels.pull_pages(_lanes(tuple(regions)), _ids(pages), seed), begin).sums()
+
+    def _read(self, sums_G: Tensor, begin: Any) -> DevicePull:
+        """Have them copied to the host behind the current stream, which goes on meanwhile."""
+        end, read_G = _event(), torch.empty(len(sums_G), dtype=torch.int64, pin_memory=True)
+        with torch.cuda.stream(self._reads):
+            self._reads.wait_event(end)
+            read_G.copy_(sums_G, non_blocking=True)
+            sums_G.record_stream(self._reads)
+            return DevicePull(read_G, begin, end, _event())
 
 
 def _event() -> Any:
@@ -157,13 +167,6 @@ def _event() -> Any:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-def _read(sums_G: Tensor, begin: Any) -> DevicePull:
-    """Have them copied to the host on the current stream."""
-    read_G = torch.empty(len(sums_G), dtype=torch.int64, pin_memory=True)
-    read_G.copy_(sums_G, non_blocking=True)
-    return DevicePull(read_G, begin, _event())
 
 
 def _uuid(index: int) -> str:
