@@ -272,10 +272,11 @@ def _model(config: ServeConfig) -> Iterator[MachineCheck]:
 
     spec = spec_of(config.model)
     window = "" if spec.window is None else f", window {spec.window}"
+    signature = f", signature {spec.signature[:12]}" if spec.signature else ""  # else it is of weights, not loaded here
     yield MachineCheck(
         what="model",
         seen=f"{spec.architecture}, {spec.layer_count} layers, {spec.kv_head_count} KV heads of {spec.head_size},"
-        f" context {spec.context_length}{window}, signature {spec.signature[:12]}",
+        f" context {spec.context_length}{window}{signature}",
     )
     if spec.quantization is not None:
         yield MachineCheck(what="quantization", seen=spec.quantization.text)

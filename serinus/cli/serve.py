@@ -194,6 +194,8 @@ class _Service:
         engine = {name: phase for name, phase in ready.seconds.items() if name != "engine"}  # that is their sum
         self._phases = {**engine, **self._phases}
         _log.info("%s", start_line(self._phases, spent))
+        if self._child is None and not self._config.server.no_dashboard:
+            _log.info("serinus: the dashboard: %s/dashboard", self._url)
         _log.info("The server is fired up and ready to roll! %s", self._url)
         if self._child is not None:
             report = {

@@ -267,6 +267,8 @@ class _Group:
         seconds = self._clock.now() - self._started
         if self._config.server.log_format == "text":
             group_table(self._members, self._url, seconds)
+        if not self._config.server.no_dashboard:
+            _log.info("serinus: the dashboard: %s/dashboard", self._url)
         _log.info("The server is fired up and ready to roll! %s", self._url, extra={"url": self._url})
         if self._ready_fd is not None:
             engines = {member.name: member.report for member in self._members}

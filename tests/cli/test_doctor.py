@@ -53,6 +53,7 @@ def test_the_signature_of_dummy_weights_is_that_of_an_engine(tmp_path: Path) -> 
     for seed in (5, 6):
         expected = load_spec(path, load_format="dummy", seed=seed).signature[:12]
         assert f"signature {expected}" in look(path, load_format="dummy", random_seed=seed)["model"].seen
+    assert "signature" not in look(path)["model"].seen, "it is of the weights, which are not loaded here"
 
 
 def test_tiers_that_are_off_are_said_to_be_off_and_storage_is_named(sliding: Path, tmp_path: Path) -> None:

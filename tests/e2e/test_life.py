@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 
 def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(checkpoint: Path) -> None:
     with Server("serve", str(checkpoint), *small()) as server, ThreadPoolExecutor(1) as pool:
+        assert f"the dashboard: {server.url}/dashboard" in server.output
         with paused(server.url):
             running = pool.submit(generate, server.url, [1, 2, 3], 400)
             until(lambda: has_open(server.url, 1), "the request is there")
@@ -54,6 +55,8 @@ def test_a_second_sigterm_stops_now(checkpoint: Path) -> None:
 @pytest.mark.proof
 def test_a_cluster_starts_with_a_word_on_where_the_time_went_and_stops_whole(checkpoint: Path) -> None:
     with Server("up", str(checkpoint), *small()) as server:
+        told = re.findall(r"dashboard: (\S+)", server.output)
+        assert told == [f"{server.url}/dashboard"], "no engine's"
         line = server.wait_line(r"decode-0 .*ready in")
         assert re.search(r"imports [\d.]+ s, kernels [\d.]+ s, weights [\d.]+ s, pool [\d.]+ s, warm-up [\d.]+ s", line)
         assert generate(server.url, list(range(40)), 3)["meta_info"]["prefill_engine"] == "prefill-0"

@@ -220,8 +220,9 @@ class _Group:
         urls = self._routers.urls
         if self._config.server.log_format == "text":
             _table(engines, urls, self._clock.now() - self._started)
-        if self._made_key and not self._config.server.no_dashboard:
-            _log.info("serinus: the dashboard: %s/dashboard#key=%s", urls[0], self._config.server.admin_api_key)
+        if not self._config.server.no_dashboard:
+            key = f"#key={self._config.server.admin_api_key}" if self._made_key else ""
+            _log.info("serinus: the dashboard: %s/dashboard%s", urls[0], key)
         _log.info("The server is fired up and ready to roll! %s", " ".join(urls))
         if self._ready_fd is not None:
             report: dict[str, Any] = {
