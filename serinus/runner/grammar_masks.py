@@ -158,12 +158,11 @@ class GrammarMasks:
         grammar, output = spec.params.grammar, spec.output
         assert grammar is not None, f"runner: a mask for {rid}, which has no grammar"
         assert output is not None, f"runner: {rid} has a grammar, expected its output"
-        tokens: list[int] = output.tolist()
         grammar_known, state = self._states.pop(rid, (None, None))
-        if state is None or grammar_known != grammar or state.tokens != tokens[: len(state.tokens)]:
+        if state is None or grammar_known != grammar or state.tokens.tobytes() != output[: len(state.tokens)].tobytes():
             state = self._vocabulary.result().begin(grammar)
         self._states[rid] = (grammar, state)
-        state.follow(tokens[len(state.tokens) :])
+        state.follow(output[len(state.tokens) :].tolist())
         return state
 
 

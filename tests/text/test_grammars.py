@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -192,7 +191,7 @@ def test_a_state_refuses_a_token_that_it_does_not_allow(vocabulary: GrammarVocab
     state = vocabulary.begin(Grammar("regex", "ab"))
     with pytest.raises(GrammarFailed, match="token 98 at place 0"):
         state.follow([98])
-    assert json.dumps(state.tokens) == "[]"
+    assert list(state.tokens) == []
 
 
 def test_the_page_lists_the_keywords_that_are_refused(vocabulary: GrammarVocabulary) -> None:
