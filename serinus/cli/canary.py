@@ -48,7 +48,7 @@ def selftest(command: Command, words: Sequence[str]) -> int:
 def _arguments(command: Command, words: Sequence[str]) -> Any:
     parser = make_parser(command, settings=False)
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="directory of a checkpoint, or a hub id; default: three toys"
+        "model", nargs="?", metavar="MODEL", help="directory of a checkpoint, or a hub id; default: four toys"
     )
     what = parser.add_argument_group("The canary under test (as for `serinus serve`)")
     what.add_argument("--kv-canary-real-data", default="all", metavar="{partial,all}", help="default: all")

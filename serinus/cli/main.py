@@ -111,11 +111,11 @@ Exit code 1 = a line is bad, an answer is an error, or the server was lost.""",
         summary="prove that the canary of this machine finds damaged KV",
         about="""Plant every fault that the canary promises to find, one at a time, in both engines of a
 prefill/decode pair on this machine, and say who reported it, how soon, and what else was reported. Run it before you
-trust a deployment, with the settings you deploy. Without MODEL: toy models of full, sliding-window and mixed layers.
-Engines have one rank here; in those of several, plant faults with `serinus serve --kv-canary-perturb-rank`.
+trust a deployment, with the settings you deploy. Without MODEL: toy models of full, sliding-window, mixed and latent
+layers (these of one slice). `--tp-size` and `--pp-size`: engines of several ranks, each of which is damaged.
 Exit code 1 = a fault was missed, found late, or something sound was accused. See docs/CANARY.md.""",
         examples=(
-            ("serinus canary selftest", "three toy models, half a minute"),
+            ("serinus canary selftest", "four toy models, half a minute"),
             ("serinus canary selftest ./model --json matrix.json", "your model; two copies of it must fit in memory"),
             ("serinus canary selftest --kv-canary-real-data partial --faults 20", "cheaper digests, more faults"),
             ("serinus canary selftest --mutants", "is the self-test itself any good? some minutes"),
