@@ -177,6 +177,16 @@ class RowSampling:
     """Ids that are chosen only where all are forbidden."""
 
 
+RowMasks = tuple[Sequence[int], NDArray[np.int32]]
+"""Rows, and the words of their masks, as `mask_logits` takes them."""
+
+
+class ChooseTokens(Protocol):
+    """The signature of choose_tokens."""
+
+    def __call__(self, logits_BV: Tensor, rows: Sequence[RowSampling], masks: RowMasks | None = None) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopTokens:
     """Log-probabilities of one row."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from serinus.core.errors import ConfigError
 from serinus.kernels.contracts import (
+    ChooseTokens,
     FusedMoe,
     HashedPages,
     LatentAttention,
@@ -30,7 +31,6 @@ from serinus.kernels.contracts import (
     NormLinear,
     PagedAttention,
     PullPages,
-    RowSampling,
     TopTokens,
     WatchedAttention,
 )
@@ -140,8 +140,8 @@ class Kernels:
     """(data_PY, pages_G, page_size, row_bytes, coefficients_L22W) -> digests_GS2; on the host"""
     mask_logits: Callable[[Tensor, Sequence[int], NDArray[np.int32]], None]
     """(logits_BV, rows, words_RW): tokens whose bit is 0 become -inf in place"""
-    choose_tokens: Callable[[Tensor, Sequence[RowSampling]], Tensor]
-    """(logits_BV, rows) -> B ids"""
+    choose_tokens: ChooseTokens
+    """(logits_BV, rows, masks=None) -> B ids"""
     top_tokens: Callable[[Tensor, Sequence[int], Sequence[int]], list[TopTokens]]
     """(logits_BV, chosen, counts) -> B log-probabilities, and lists of them"""
     canary_digest: Callable[..., Tensor]

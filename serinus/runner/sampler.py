@@ -72,19 +72,20 @@ class Sampler:
         """Choose one token per row.
 
         Args:
-            logits_BV: raw logits, fp32 or bf16; those of tokens that `masks` forbid become -inf, before anything else.
+            logits_BV: raw logits, fp32 or bf16; before anything else those that `masks` forbid are -inf.
             specs: one per row.
             masks: what the grammars of some rows allow.
         Cost: some passes over each row, on a CPU at most 5 ms for 16 rows of 151,936 on one core; no host wait, but
         where log-probabilities are asked for.
         """
-        last: frozenset[int] = frozenset()
-        if masks is not None:
-            self._kernels.mask_logits(logits_BV, masks.rows, masks.words_RW)
-            last = masks.last
-        rows = [_row(spec, may_stop=row in last) for row, spec in enumerate(specs)]
-        tokens_B = self._kernels.choose_tokens(logits_BV, rows)
+        last = frozenset() if masks is None else masks.last
+        forbid = None if masks is None else (masks.rows, masks.words_RW)
         asked = [i for i, spec in enumerate(specs) if spec.params.logprobs is not None]
+        if forbid is not None and asked:  # log-probabilities are of the masked logits
+            self._kernels.mask_logits(logits_BV, *forbid)
+            forbid = None
+        rows = [_row(spec, may_stop=row in last) for row, spec in enumerate(specs)]
+        tokens_B = self._kernels.choose_tokens(logits_BV, rows, forbid)
         if not asked:
             return Chosen(tokens_B=tokens_B)
         tokens: list[int] = tokens_B.tolist()

@@ -81,6 +81,29 @@ def test_both_columns_choose_the_same_tokens(case: tuple[torch.Tensor, list[RowS
     assert load("cpu").choose_tokens(logits, rows).equal(load("cpu", "ref").choose_tokens(logits, rows))
 
 
+@settings(max_examples=60)
+@given(many_rows(), st.integers(0, 1 << 30))
+def test_masked_rows_are_chosen_as_if_what_is_forbidden_were_minus_infinity(
+    case: tuple[torch.Tensor, list[RowSampling]], seed: int
+) -> None:
+    logits, rows = case
+    rng = np.random.default_rng(seed)
+    some = rng.permutation(len(rows))[: rng.integers(len(rows) + 1)].tolist()
+    share = rng.choice([0.001, 0.5, 0.999], (len(some), 1))
+    allowed = rng.random((len(some), (logits.shape[1] + 31) // 32 * 32)) < share
+    words = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    masked = logits.clone()
+    load("cpu", "ref").mask_logits(masked, some, words)
+    expected = load("cpu", "ref").choose_tokens(masked, rows)
+    for column in ("cpu", "ref"):
+        assert load("cpu", column).choose_tokens(logits.clone(), rows, (some, words)).equal(expected), column
+
+
+def test_masks_that_do_not_fit_the_logits_are_refused(either: Kernels) -> None:
+    with pytest.raises(ValueError, match=r"expected int32 \[1, 2\]"):
+        either.choose_tokens(torch.zeros(1, 40), [RowSampling(seed=0, position=0)], ([0], np.zeros((1, 1), np.int32)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_both_columns_choose_the_same_of_a_large_vocabulary(ref: Kernels, cpu: Kernels, dtype: torch.dtype) -> None:
     logits = random_logits(12, 151_936, dtype)

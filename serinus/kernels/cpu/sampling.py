@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.kernels.checks import check_logits
-from serinus.kernels.contracts import RowSampling, TopTokens
+from serinus.kernels.checks import check_logits, check_mask
+from serinus.kernels.contracts import ChooseTokens, RowMasks, RowSampling, TopTokens
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.scalar import LOG2_E, at, carray, exp2, fetch_add, inlined, splitmix, widen
 from serinus.kernels.cpu.selection import (
@@ -48,10 +48,11 @@ _SLACK = 7
 _MARGIN = 1e-4
 """By how much the bound on a token's noise may be short for rounding."""
 
-_ROW = struct.Struct("<13q6d")
-"""Addresses and lengths of bias, history and forbidden ids, seed, position, top_k; then what are fractions."""
+_ROW = struct.Struct("<13q6dq")
+"""Addresses and lengths of bias, history and forbidden ids, seed, position, top_k; then what are fractions; the address
+of a mask."""
 _ROW_WORDS = _ROW.size // 8
-_GREEDY = _ROW.pack(*[0] * 13, 0.0, 1.0, -math.inf, 1.0, 0.0, 0.0)
+_GREEDY = (*[0] * 13, 0.0, 1.0, -math.inf, 1.0, 0.0, 0.0)
 """A row of which the largest logit is taken as it is."""
 _LIST = struct.Struct("<2q")
 """Chosen token, tokens to list."""
@@ -76,15 +77,23 @@ def _room(vocab: int) -> int:
     return (vocab + 2 * _LANES - 1) // _LANES * _LANES * 4
 
 
-def new_choose_tokens() -> Callable[[Tensor, Sequence[RowSampling]], Tensor]:
+def new_choose_tokens() -> ChooseTokens:
     """The op, with scratch of its own."""
     scratch = _Scratch()
 
-    def choose_tokens(logits_BV: Tensor, rows: Sequence[RowSampling]) -> Tensor:
-        """One token for each row; see the reference. Cost: at 151,936 tokens 20 us a greedy row, up to 250 others."""
+    def choose_tokens(logits_BV: Tensor, rows: Sequence[RowSampling], masks: RowMasks | None = None) -> Tensor:
+        """One token for each row; see the reference. Cost: at 151,936 tokens 20 us a greedy row, up to 250 others, also
+        under masks, which are read with the logits."""
         check_logits(logits_BV, len(rows))
         kept: list[NDArray[Any]] = []
-        records = b"".join([_record(row, logits_BV.shape[1], kept) for row in rows])
+        of_row: dict[int, int] = {}
+        if masks is not None:
+            check_mask(logits_BV, *masks)
+            kept.append(np.ascontiguousarray(masks[1]))
+            first, row_bytes = kept[0].ctypes.data, kept[0].strides[0]
+            of_row = {row: first + at * row_bytes for at, row in enumerate(masks[0])}
+        vocab = logits_BV.shape[1]
+        records = b"".join([_ROW.pack(*_record(row, vocab, kept), of_row.get(b, 0)) for b, row in enumerate(rows)])
         out_B = np.empty(len(rows), np.int64)
         _run(_choose_body(VERSION), logits_BV, records, scratch, out_B.ctypes.data)
         return torch.from_numpy(out_B)
@@ -121,8 +130,8 @@ def warm() -> None:
     _list_body(VERSION)
 
 
-def _record(row: RowSampling, vocab: int, kept: list[NDArray[Any]]) -> bytes:
-    """A row as the kernel reads it. `kept`: the arrays it points to, for as long as it does."""
+def _record(row: RowSampling, vocab: int, kept: list[NDArray[Any]]) -> tuple[float, ...]:
+    """A row as the kernel reads it, but for its mask. `kept`: the arrays it points to, for as long as it does."""
     if row.temperature <= 0.0 and row.bias is None and not row.forbidden and not _is_penalised(row):
         return _GREEDY
 
@@ -142,7 +151,7 @@ def _record(row: RowSampling, vocab: int, kept: list[NDArray[Any]]) -> bytes:
     inside = [token for token in row.forbidden if token < vocab]
     forbidden = (pointed(np.array(inside, np.int64)), len(inside)) if inside else (0, 0)
     seed = (row.seed + (1 << 63)) % (1 << 64) - (1 << 63)
-    return _ROW.pack(
+    return (
         *bias, seen[0], seen[2], *output, *forbidden, seed, row.position, row.top_k,
         1.0 / row.temperature if row.temperature > 0.0 else 0.0, row.top_p,
         math.log(row.min_p) if row.min_p > 0.0 else -math.inf,
@@ -188,16 +197,22 @@ def _held(score: Any) -> Any:
 
 
 @inlined(fastmath=set())
-def _lift_row(source: Any, row: Any, vocab: Any, bf16: Any) -> Any:
-    """A row of logits into scratch, NaN behind it. Returns the largest."""
+def _lift_row(source: Any, row: Any, vocab: Any, bf16: Any, mask: Any) -> Any:
+    """A row of logits into scratch, NaN behind it. `mask`: the address of one, 0 = all may be chosen. Returns the
+    largest."""
     whole = vocab // _LANES
-    best = lift(source, row, whole, 1) if bf16 else lift(source, row, whole, 0)
+    if mask:
+        best = lift(source, row, whole, mask, 1, 1) if bf16 else lift(source, row, whole, mask, 0, 1)
+    else:
+        best = lift(source, row, whole, mask, 1, 0) if bf16 else lift(source, row, whole, mask, 0, 0)
     scores = carray(at(row), vocab + _LANES, np.float32)
     for i in range(whole * _LANES, vocab):
         if bf16:
             scores[i] = _held(widen(carray(at(source), vocab, np.uint16)[i]))
         else:
             scores[i] = _held(carray(at(source), vocab, np.float32)[i])
+        if mask and not (carray(at(mask), vocab // 8 + 1, np.uint8)[i >> 3] >> (i & 7)) & 1:
+            scores[i] = np.float32(-SCORE_MAX)
         best = max(best, scores[i])
     for i in range(vocab, _vectors(vocab) * _LANES):
         scores[i] = np.float32(np.nan)
@@ -381,7 +396,7 @@ def _choose_body(version: int) -> Body:
                 break
             r = carray(at(a[5] + b * row_bytes), words, np.int64)
             f = carray(at(a[5] + b * row_bytes), words, np.float64)
-            top = _lift_row(a[2] + b * a[3], row, vocab, bf16)
+            top = _lift_row(a[2] + b * a[3], row, vocab, bf16, r[19])
             if r[2] + r[4] + r[7] + r[9]:
                 _adjust(row, vocab, r, f)
                 top = highest(row, _vectors(vocab))
@@ -435,7 +450,7 @@ def _list_body(version: int) -> Body:
             if b >= a[6]:
                 break
             ids, values = all_ids[b], all_values[b]
-            top = _lift_row(a[2] + b * a[3], row, vocab, a[4] != 0)
+            top = _lift_row(a[2] + b * a[3], row, vocab, a[4] != 0, 0)
             weigh(row, _vectors(vocab), top, top, whole.ctypes.data)
             less = np.float32(math.log(whole[0]))
             values[0] = (carray(at(row), vocab, np.float32)[asked[b, 0]] - top) - less

@@ -60,9 +60,10 @@ def _population(builder: Any, mask: Any) -> Any:
 
 
 @intrinsic
-def lift(typingctx: Any, source: Any, target: Any, vectors: Any, BF16: Any) -> Any:
-    """Logits to scores: fp32, within +-SCORE_MAX. Returns the largest, or -SCORE_MAX where there is no vector."""
-    bf16 = bool(BF16.literal_value)
+def lift(typingctx: Any, source: Any, target: Any, vectors: Any, mask: Any, BF16: Any, MASKED: Any) -> Any:
+    """Logits to scores: fp32, within +-SCORE_MAX, and -SCORE_MAX where the bit of a `mask` is 0. Returns the largest,
+    or -SCORE_MAX where there is no vector."""
+    bf16, masked = bool(BF16.literal_value), bool(MASKED.literal_value)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         best = cgutils.alloca_once_value(builder, _floats(-SCORE_MAX))
@@ -75,13 +76,16 @@ def lift(typingctx: Any, source: Any, target: Any, vectors: Any, BF16: Any) -> A
             else:
                 vector = load(builder, here, FLOATS)
             vector = _held(builder, vector)
+            if masked:
+                word = load(builder, builder.add(args[3], builder.mul(index, I64(2))), _I16, 2)
+                vector = builder.select(builder.bitcast(word, _FLAGS), vector, _floats(-SCORE_MAX))
             store(builder, vector, spot)
             builder.store(call(builder, "llvm.maxnum.v16f32", FLOATS, [builder.load(best), vector]), best)
 
         _each(builder, args[1], args[2], body)
         return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [builder.load(best)])
 
-    return types.float32(source, target, vectors, BF16), codegen
+    return types.float32(source, target, vectors, mask, BF16, MASKED), codegen
 
 
 @intrinsic

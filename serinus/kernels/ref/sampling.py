@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.checks import check_logits
-from serinus.kernels.contracts import RowSampling, TopTokens
+from serinus.kernels.contracts import RowMasks, RowSampling, TopTokens
+from serinus.kernels.ref.mask_logits import mask_logits
 
 __all__ = ["choose_tokens", "top_tokens"]
 
@@ -37,18 +38,21 @@ _SCORE_MAX = 1e30
 """Scores are held to this: of two infinite scores neither is larger, and their difference is no number."""
 
 
-def choose_tokens(logits_BV: Tensor, rows: Sequence[RowSampling]) -> Tensor:
+def choose_tokens(logits_BV: Tensor, rows: Sequence[RowSampling], masks: RowMasks | None = None) -> Tensor:
     """One token for each row.
 
     Args:
-        logits_BV: fp32 or bf16; not changed. Held to +-1e30, and NaN counts as -1e30.
+        logits_BV: fp32 or bf16; not changed but for `masks`. Held to +-1e30, and NaN counts as -1e30.
         rows: how each is chosen.
+        masks: logits of tokens that they forbid count as -inf, and may become it.
     Returns: B ids in [0, V), int64, on the device of the logits.
     Raises:
-        ValueError: there are not as many rows as logits, or V is 0.
+        ValueError: there are not as many rows as logits, V is 0, or masks do not fit.
     Cost: some passes over B * V, and a sort of the rows that cut. No kernel of it need wait for the device.
     """
     check_logits(logits_BV, len(rows))
+    if masks is not None:
+        mask_logits(logits_BV, *masks)
     scores_BV = _scores(logits_BV)
     for row_V, row in zip(scores_BV, rows, strict=True):
         _adjust(row_V, row)

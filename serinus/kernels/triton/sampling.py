@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.checks import check_logits
-from serinus.kernels.contracts import RowSampling, TopTokens
+from serinus.kernels.contracts import RowMasks, RowSampling, TopTokens
+from serinus.kernels.triton.mask_logits import mask_logits
 from serinus.kernels.triton.pinned import sent
 from serinus.kernels.triton.selection import SCORE_MAX, adjust, choose, lift
 
@@ -26,13 +27,15 @@ _ROW = struct.Struct("<3q3d")
 _SIGN, _WORD = 1 << 63, 1 << 64
 
 
-def choose_tokens(logits_BV: Tensor, rows: Sequence[RowSampling]) -> Tensor:
+def choose_tokens(logits_BV: Tensor, rows: Sequence[RowSampling], masks: RowMasks | None = None) -> Tensor:
     """One token for each row; see the reference. Cost: one read of the logits where all rows are greedy, some more
     where they draw, about thirty where they cut. No host wait."""
     check_logits(logits_BV, len(rows))
     vocab, device = logits_BV.shape[1], logits_BV.device
     if not len(rows):
         return torch.empty(0, dtype=torch.int64, device=device)
+    if masks is not None:
+        mask_logits(logits_BV, *masks)
     scores_BV = _adjusted(logits_BV, rows)
     if all(row.temperature <= 0.0 for row in rows):
         return choose(scores_BV, None, cuts=False)
