@@ -122,8 +122,9 @@ class Decoder:
             return self._run_steps(steps, batch, hook)
         for i, layer in enumerate(self._layers):
             hook.before_layer(i)
-            qkv_TX = self._project(x_TE, residual_TE, layer.input_norm_E, layer.qkv)
-            q_TND = self._rotate(i, qkv_TX, batch, kv[i], hook.writes(i))
+            q_TND = self._rotate(
+                i, self._project(x_TE, residual_TE, layer.input_norm_E, layer.qkv), batch, kv[i], hook.writes(i)
+            )
             attention: AttentionBatch = batch.attention
             if i == last and self.shard.is_last and batch.wanted_W is not None and batch.wanted_attention is not None:
                 # All KV is written: above the last attention only the wanted rows matter.
@@ -134,6 +135,7 @@ class Decoder:
                     break
             mixed_TX = self._attend(i, q_TND, kv[i], tables[layer.part], attention, hook.reads(i, attention))
             x_TE = total(kernels.linear(mixed_TX, layer.output))
+            del q_TND, mixed_TX  # the MLP, which takes most of a step's memory, does without them
             if layer.attention_norm_E is not None:
                 x_TE = kernels.rms_norm(x_TE, layer.attention_norm_E, eps)
             x_TE = total(self._feed(i, x_TE, residual_TE))
