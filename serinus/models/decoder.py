@@ -85,7 +85,7 @@ class Decoder:
         total = None if self.shard.tp == 1 else self._comm.all_reduce
         wanted = self.spec.head_count, spec.norm_eps, self._scale, spec.attention_softcap, self._gate, total
         make = kernels.decode_layers
-        op_by_op = spec.is_latent or spec.norm_names[0] is None
+        op_by_op = spec.is_latent or spec.is_parallel or spec.norm_names[0] is None
         self._decode_layers = None if make is None or op_by_op else make(self._layers, *wanted)
 
     def activation(self, token_count: int) -> tuple[tuple[int, ...], torch.dtype]:
@@ -134,11 +134,16 @@ class Decoder:
                 if not len(q_TND):
                     break
             mixed_TX = self._attend(i, q_TND, kv[i], tables[layer.part], attention, hook.reads(i, attention))
-            x_TE = total(kernels.linear(mixed_TX, layer.output))
+            x_TE = kernels.linear(mixed_TX, layer.output)
             del q_TND, mixed_TX  # the MLP, which takes most of a step's memory, does without them
-            if layer.attention_norm_E is not None:
-                x_TE = kernels.rms_norm(x_TE, layer.attention_norm_E, eps)
-            x_TE = total(self._feed(i, x_TE, residual_TE))
+            if self.spec.is_parallel:
+                x_TE = total(x_TE.add_(self._feed(i, None, residual_TE)))
+            else:
+                x_TE = total(x_TE)
+                if layer.attention_norm_E is not None:
+                    x_TE = kernels.rms_norm(x_TE, layer.attention_norm_E, eps)
+                x_TE = total(self._feed(i, x_TE, residual_TE))
+            x_TE = self._centred(x_TE)
             if layer.output_norm_E is not None:
                 x_TE = kernels.rms_norm(x_TE, layer.output_norm_E, eps)
             if i == last:
@@ -224,11 +229,13 @@ class Decoder:
             mixed_TND.mul_(v_scale)
         return mixed_TND.view(len(mixed_TND), -1)
 
-    def _feed(self, index: int, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
-        """What this rank's part of the MLP, or of the experts, adds; what attention added, x, joins the residual."""
+    def _feed(self, index: int, x_TE: torch.Tensor | None, residual_TE: torch.Tensor) -> torch.Tensor:
+        """What this rank's part of the MLP, or of the experts, adds; what attention added, x, joins the residual. None:
+        the layer is parallel."""
         layer, mixture, kernels, eps = self._layers[index], self._mixtures[index], self._kernels, self.spec.norm_eps
         if mixture is not None:
             assert layer.mlp_norm_E is not None, "models: experts without a norm before them"
+            assert x_TE is not None, "models: experts in a parallel layer"
             return mixture.add(kernels, kernels.add_rms_norm(x_TE, residual_TE, layer.mlp_norm_E, eps), self._gate)
         assert layer.gate_up is not None, "models: a layer with neither MLP nor experts"
         assert layer.down is not None, "models: an MLP without a down projection"
@@ -258,7 +265,11 @@ class Decoder:
             foreign_T = (own_T < 0) | (own_T >= len(self._embedding_VE))
             hidden_TE = self._embedding_VE.index_select(0, own_T.masked_fill_(foreign_T, 0))
             self._comm.all_reduce(hidden_TE.masked_fill_(foreign_T[:, None], 0.0))
-        return hidden_TE if self._embedding_scale is None else hidden_TE.mul_(self._embedding_scale)
+        return self._centred(hidden_TE if self._embedding_scale is None else hidden_TE.mul_(self._embedding_scale))
+
+    def _centred(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """Less its mean, where norms of the stream subtract that: a norm of a stream without one is an RMS norm."""
+        return x_TE.sub_(x_TE.mean(-1, keepdim=True, dtype=torch.float32)) if self.spec.is_centred else x_TE
 
     def _kv_scales(self, index: int, kv: tuple[torch.Tensor, ...]) -> tuple[float, float]:
         """What keys and values of a layer are divided by in its pools."""
@@ -300,10 +311,18 @@ class Decoder:
         return q_TND
 
     def _norm_heads(self, qkv_TX: torch.Tensor, norms_X: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Norms over all query heads and over all key heads, in place: those of all ranks of the stage, by one sum."""
+        """Norms over all query heads and over all key heads, in place: those of all ranks of the stage, by one sum. Or
+        of each head, less its mean."""
         spec, dtype = self.spec, qkv_TX.dtype
         sizes = [count * spec.head_size for count in (spec.head_count, spec.kv_head_count)]
         parts = torch.split_with_sizes(qkv_TX, [*sizes, sizes[1]], 1)[:2]
+        if spec.qk_norm_each:
+            for part_TX, norm_X in zip(parts, norms_X, strict=True):
+                wide_TND = part_TX.float().view(len(part_TX), -1, spec.head_size)
+                wide_TND -= wide_TND.mean(-1, keepdim=True)
+                wide_TND *= torch.rsqrt(wide_TND.square().mean(-1, keepdim=True) + spec.norm_eps)
+                part_TX.copy_(wide_TND.flatten(1) * norm_X)
+            return
         if self.shard.tp == 1:
             for part_TX, norm_X in zip(parts, norms_X, strict=True):
                 part_TX.copy_(self._kernels.rms_norm(part_TX.contiguous(), norm_X, spec.norm_eps))

@@ -63,6 +63,7 @@ _GEMMA_NORMS: NormNames = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+_COHERE_NORMS: NormNames = ("input_layernorm", None, "input_layernorm", None)
 _OLMO_NORMS: NormNames = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GLM4_NORMS: NormNames = (
     "input_layernorm",
@@ -130,9 +131,16 @@ class Family:
     """`use_qk_norm` of the config says whether it has the norms of `qk_norm`."""
     latent: bool = False
     """Its attention is latent: one row of KV for all heads."""
+    cohere: bool = False
+    """What all of Cohere's have: attention and MLP read one norm, which subtracts the mean; scaled logits, tied. Where
+    some layers slide, the others do not rotate."""
 
 
 FAMILIES: Mapping[str, Family] = {
+    "CohereForCausalLM": Family(cohere=True, norms=_COHERE_NORMS, interleaved=True, theta=500000.0),
+    "Cohere2ForCausalLM": Family(
+        cohere=True, norms=_COHERE_NORMS, interleaved=True, sliding=Sliding.PATTERN, window=4096, pattern=4
+    ),
     "GemmaForCausalLM": Family(gemma=True, qkv_bias=None, head_size=256, kv_head_count=16),
     "GlmForCausalLM": Family(
         qkv_bias=None, output_bias=False, fused_mlp=True, head_size=128, kv_head_count=2, rotated=0.5, interleaved=True
@@ -262,14 +270,15 @@ def family_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
         "context_length": context,
         "rope": rope,
         "rope_swa": rope_swa,
-        "norm_eps": config.real("rms_norm_eps", 1e-6),
-        "tied": config.flag("tie_word_embeddings", family.gemma),
+        "norm_eps": config.real("layer_norm_eps", 1e-5) if family.cohere else config.real("rms_norm_eps", 1e-6),
+        "tied": config.flag("tie_word_embeddings", family.gemma or family.cohere),
         "qkv_bias": attention_bias,
         "output_bias": attention_bias and family.qkv_bias is None if family.output_bias is None else family.output_bias,
         "mlp_bias": config.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
         "sinks": family.sinks,
         "qk_norm": family.qk_norm and config.flag("use_qk_norm", not family.qk_norm_said),
         "qk_norm_whole": family.qk_norm_whole,
+        "qk_norm_each": family.cohere and config.flag("use_qk_norm", False),
         "experts": None if family.experts is None else expert_fields(config, family.experts, layer_count),
         "extra_layers": config.whole("num_nextn_predict_layers", 0, low=0),
         "norm_names": family.norms,
@@ -333,6 +342,8 @@ def _block_fields(config: ConfigFields, family: Family, hidden: int) -> dict[str
     if not family.gemma:
         if config.get("hidden_act", "silu") != "silu":
             raise config.fail("hidden_act", "'silu'")
+        if family.cohere:
+            return {"is_parallel": True, "is_centred": True, "logit_scale": config.real("logit_scale", 0.0625)}
         return _multipliers(config) if family.multipliers else {}
     name = "hidden_activation" if config.get("hidden_activation") is not None else "hidden_act"
     legacy = ("gelu",) if family.query_scalar is None else ()  # the first Gemma's configs mean the tanh form by it
@@ -365,6 +376,10 @@ def _multipliers(config: ConfigFields) -> dict[str, Any]:
 
 def _plain_layers(config: ConfigFields, family: Family, layer_count: int) -> tuple[int, ...]:
     """The layers that do not rotate."""
+    if family.cohere and family.sliding is not None:
+        slides = config.given("sliding_window", family.window) is not None
+        parts = _layer_parts(config, family, layer_count)
+        return tuple(i for i, part in enumerate(parts) if part is Part.FULL or not slides)
     if not family.plain_every:
         return ()
     every = config.whole("no_rope_layer_interval", family.plain_every)

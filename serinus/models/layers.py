@@ -139,9 +139,9 @@ class _Layer:
             q_norm_D=self._head_norm("self_attn.q_norm") if spec.qk_norm else None,
             k_norm_D=self._head_norm("self_attn.k_norm") if spec.qk_norm else None,
             qk_norm_X=(
-                self._head_norm("self_attn.q_norm", q_size)[queries.start : queries.stop],
-                self._head_norm("self_attn.k_norm", kv_size)[keys.start : keys.stop],
-            ) if spec.qk_norm_whole else None,
+                self._head_norms("self_attn.q_norm", spec.head_count, queries),
+                self._head_norms("self_attn.k_norm", spec.kv_head_count, keys),
+            ) if spec.qk_norm_whole or spec.qk_norm_each else None,
             output=self._columns("self_attn.o_proj", spec.head_count * width, outputs, spec.output_bias),
             attention_norm_E=None if added is None else self._norm(added),
             mlp_norm_E=None if before_mlp is None else self._norm(before_mlp),
@@ -328,8 +328,14 @@ class _Layer:
     def _norm(self, name: str, size: int | None = None) -> torch.Tensor:
         return _norm(self._spec, self._take(f"{name}.weight", (size or self._spec.hidden_size,)))
 
-    def _head_norm(self, name: str, size: int | None = None) -> torch.Tensor:
-        return _norm(self._spec, self._ordered(self._take(f"{name}.weight", (size or self._spec.head_size,))))
+    def _head_norm(self, name: str) -> torch.Tensor:
+        return _norm(self._spec, self._ordered(self._take(f"{name}.weight", (self._spec.head_size,))))
+
+    def _head_norms(self, name: str, count: int, span: range) -> torch.Tensor:
+        """Of all heads, one behind the other, what this rank has; stored so, or a row for each head."""
+        size = self._spec.head_size
+        shape = (count, size) if self._spec.qk_norm_each else (count * size,)
+        return _norm(self._spec, self._ordered(self._take(f"{name}.weight", shape).view(-1)))[span.start : span.stop]
 
     def _linear(self, name: str, shape: tuple[int, int], span: range | None = None, dim: int = 0) -> _Weight:
         return self._source.linear(self._base + name, shape, span, dim)
@@ -342,8 +348,11 @@ class _Layer:
 
 
 def _norm(spec: ModelSpec, stored: torch.Tensor) -> torch.Tensor:
-    """The weight that a norm multiplies by. One that is stored less 1 stays fp32: bf16 has no digits for 1 + w."""
-    return stored.float() + 1.0 if spec.norm_plus_one else stored.clone()
+    """The weight that a norm multiplies by; fp32 where the family rounds after it alone, or it is stored less 1, for
+    which bf16 has no digits."""
+    if spec.norm_plus_one:
+        return stored.float() + 1.0
+    return stored.float() if spec.is_centred else stored.clone()
 
 
 class _Recorder:

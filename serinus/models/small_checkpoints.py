@@ -113,6 +113,8 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GptOssForCausalLM",
         {**_EXPERTS, "sliding_window": 24, "rope_parameters": _GPT_OSS_ROPE},
     ),
+    "cohere": ("CohereConfig", "CohereForCausalLM", {"use_qk_norm": True, "logit_scale": 0.25}),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", {"sliding_window": 24, "logit_scale": 0.25}),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", {"sliding_window": 24, "rope_parameters": _OLMO3_ROPE}),
 }
@@ -120,7 +122,7 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 FAMILIES = tuple(_KINDS)
 """`llama3` is Llama with the llama3 rope scaling, phi3 has LongRoPE, qwen2_yarn, olmo3 and deepseek_v2_lite YaRN;
-mistral_swa, gemma2, gemma3_text, olmo3 and gpt_oss slide over 24 positions."""
+mistral_swa, gemma2, gemma3_text, cohere2, olmo3 and gpt_oss slide over 24 positions."""
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
 """Ids 0 to 4."""
@@ -359,7 +361,7 @@ def _scaled(family: str, name: str, noise: Any, spread: float) -> Any:
     """What a tensor holds, made of normal noise; sinks are apart as much as scores are."""
     if name.endswith(".sinks"):
         return noise * 2.0
-    if noise.dim() > 1:
+    if noise.dim() > 1 and not name.endswith("norm.weight"):
         return noise * (spread * noise.shape[-1] ** -0.5)
     return noise * 0.1 + (1.0 if name.endswith("norm.weight") and "gemma" not in family else 0.0)
 

@@ -87,12 +87,18 @@ class ModelSpec:
     """RMS norm of each q and k head before the rotation."""
     qk_norm_whole: bool = False
     """RMS norm over all q heads, and over all k heads, likewise."""
+    qk_norm_each: bool = False
+    """Norm of each q and k head with a weight of its own, which subtracts the mean, likewise."""
     sinks: bool = False
     """Each query head has a score that joins its softmax and weighs no value."""
     gelu: bool = False
     """Gate of the MLP: GELU in its tanh form; else SiLU."""
     norm_names: NormNames = LLAMA_NORMS
     """Names of a layer's norms: before attention, of what it adds, before the MLP, of what it adds; None = none."""
+    is_parallel: bool = False
+    """Attention and MLP read the same stream, and what both add joins it at once."""
+    is_centred: bool = False
+    """Norms of the stream subtract the mean; computed as RMS norms of a stream that is kept free of one."""
     fused_qkv: bool = False
     """Query, key and value projections are one tensor, `qkv_proj`."""
     fused_mlp: bool = False

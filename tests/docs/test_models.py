@@ -29,6 +29,8 @@ def norms_of(family: Family) -> str:
 def rest_of(family: Family) -> list[str]:
     """Words that must stand there."""
     facts = {
+        "attention and MLP of one norm": family.cohere,
+        "do not slide do not rotate": family.cohere and family.sliding is not None,
         "GELU": family.gemma,
         "caps": any(family.softcaps),
         "base of their own": family.local_rope is not None,

@@ -33,6 +33,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "deepseek_v2": {"attention_bias": True, "shards": 2},
         "deepseek_v2_lite": {"layers": 3},
         "deepseek_v3": {"layers": 3, "attention_bias": True, "stacked": True},
+        "cohere": {"tied": True, "layers": 3, "attention_bias": True},
+        "cohere2": {"tied": True, "layers": 5},
         "olmo2": {"layers": 3, "attention_bias": True},
         "olmo3": {"layers": 5, "head_size": 16},
         "smollm3": {"layers": 5},

@@ -27,8 +27,8 @@ from tests.models.parity import (
 
 LOADED = ("gemma", "glm", "glm4", "granite", "phi3", "qwen2_yarn", "smollm3")
 """They differ from others as they are loaded, not as they are computed."""
-UNNORMED = ("olmo2", "olmo3")
-"""Norms stand behind attention and MLP alone, and over all heads: always op by op."""
+OP_BY_OP = ("olmo2", "olmo3", "cohere", "cohere2")
+"""Norms stand behind attention and MLP alone, and over all heads; or attention and MLP of a layer read one norm."""
 LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
 MIXTURES = (
     "mixtral",
@@ -41,11 +41,11 @@ MIXTURES = (
     "gpt_oss",
     *LATENT,
 )
-OWN = [pytest.param(name, marks=pytest.mark.proof if name in LOADED + MIXTURES + UNNORMED else ()) for name in FAMILIES]
+OWN = [pytest.param(name, marks=pytest.mark.proof if name in LOADED + MIXTURES + OP_BY_OP else ()) for name in FAMILIES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", LOADED + UNNORMED)
+@pytest.mark.parametrize("family", LOADED + OP_BY_OP)
 def test_what_differs_as_it_is_loaded_gives_the_logits_and_tokens_of_transformers(
     checkpoints: dict[str, Path], family: str
 ) -> None:
@@ -84,8 +84,8 @@ def test_bf16_logits_stay_as_close_to_fp32_as_those_of_transformers(checkpoints:
 
 @pytest.mark.slow
 @pytest.mark.proof
-@pytest.mark.parametrize("family", UNNORMED)
-def test_prompts_of_layers_without_norms_before_them_are_handed_over_behind_a_prefix(
+@pytest.mark.parametrize("family", OP_BY_OP)
+def test_prompts_of_layers_that_go_op_by_op_are_handed_over_behind_a_prefix(
     checkpoints: dict[str, Path], family: str
 ) -> None:
     check_handed_over_with_a_prefix(checkpoints[family])

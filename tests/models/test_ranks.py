@@ -40,6 +40,8 @@ FAMILIES = {
     "gemma3_text": {"tied": True, "layers": 7, "kv_heads": 2, "head_size": 32},
     "phi3": {"layers": 3, "intermediate": 157},
     "glm4": {"layers": 3, "attention_bias": True},
+    "cohere": {"layers": 3, "attention_bias": True, "intermediate": 157},
+    "cohere2": {"tied": True, "layers": 5},
     "olmo2": {"layers": 3, "attention_bias": True},
     "olmo3": {"layers": 5},
     "qwen2_moe": {"layers": 3, "moe_intermediate_size": 45, "shared_expert_intermediate_size": 31, "stacked": True},
@@ -94,7 +96,13 @@ def test_a_mesh_gives_the_greedy_tokens_of_one_process_in_fp32(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    [("llama", Mesh(tp=2)), ("llama", Mesh(pp=3)), ("llama", Mesh(tp=2, pp=2)), ("olmo3", Mesh(tp=2))],
+    [
+        ("llama", Mesh(tp=2)),
+        ("llama", Mesh(pp=3)),
+        ("llama", Mesh(tp=2, pp=2)),
+        ("olmo3", Mesh(tp=2)),
+        ("cohere2", Mesh(tp=2)),
+    ],
 )
 def test_log_probabilities_stay_close_to_those_of_one_process(
     families: dict[str, Path], family: str, mesh: Mesh, dtype: torch.dtype

@@ -147,6 +147,21 @@ def test_gemma_3_turns_its_sliding_layers_by_another_base(tmp_path: Path) -> Non
     assert (bare.rope, bare.rope_swa) == (RopeSpec(theta=1e6), RopeSpec(theta=1e4))
 
 
+@pytest.mark.parametrize("window", [24, 4096, None])
+def test_layers_of_cohere_2_that_do_not_slide_do_not_rotate_however_long_the_window(
+    tmp_path: Path, window: int | None
+) -> None:
+    config = {**BASE, "architectures": ["Cohere2ForCausalLM"], "num_hidden_layers": 5, "sliding_window": window}
+    spec = load_spec(write(tmp_path, config))
+    assert spec.plain_layers == ((0, 1, 2, 3, 4) if window is None else (3,))
+    assert (spec.window, spec.norm_eps, spec.tied, spec.logit_scale) == (
+        24 if window == 24 else None,
+        1e-5,
+        True,
+        1 / 16,
+    )
+
+
 def test_gemma_caps_its_scores_unless_the_config_says_null(tmp_path: Path) -> None:
     spec = load_spec(write(tmp_path, {**BASE, **GEMMA2}))
     assert (spec.attention_softcap, spec.logit_softcap, spec.attention_scale) == (50.0, 30.0, 1 / 16)

@@ -28,7 +28,6 @@ SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hid
 KINDS: dict[str, dict[str, Any]] = {
     "GPTNeoX": {},
     "Starcoder2": {"num_key_value_heads": 2, "sliding_window": 24},
-    "Cohere2": {"num_key_value_heads": 2, "sliding_window": 24},
     "GraniteSWA": {"num_key_value_heads": 2, "sliding_window": 24},
     "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
     "StableLm": {},
@@ -120,15 +119,15 @@ def test_the_setting_chooses_whose_code_computes_a_model(make: Make, tmp_path: P
             ran.append(llm.spec.through_transformers)
     assert answers[0] == answers[1]
     assert ran == [False, True]
-    with pytest.raises(ConfigError, match="'Cohere2ForCausalLM' is not known"):
-        LLM(str(make("Cohere2")), model_impl="serinus", **settings)
+    with pytest.raises(ConfigError, match="'Starcoder2ForCausalLM' is not known"):
+        LLM(str(make("Starcoder2")), model_impl="serinus", **settings)
 
 
 def test_what_cannot_run_so_is_refused_by_name(make: Make) -> None:
-    path = make("Cohere2")
-    with pytest.raises(ConfigError, match=r"tp_size is 2 and pp_size 1 for Cohere2ForCausalLM.* expected 1 of both"):
+    path = make("Starcoder2")
+    with pytest.raises(ConfigError, match=r"tp_size is 2 and pp_size 1 for Starcoder2ForCausalLM.* expected 1 of both"):
         load_spec(path).shards(Mesh(tp=2))
-    with pytest.raises(ConfigError, match=r"'Cohere2ForCausalLM' is not known, expected one of"):
+    with pytest.raises(ConfigError, match=r"'Starcoder2ForCausalLM' is not known, expected one of"):
         load_spec(path, model_impl="serinus")
     with pytest.raises(ConfigError, match="json_model_override_args names rope_theta"):
         load_spec(path, overrides={"rope_theta": 1.0})
