@@ -72,7 +72,7 @@ def kv_sizes(config: ServeConfig, weight_bytes: int) -> KvSizes:
     """
     device, spec = choose_device(config.model.device), spec_of(config.model)
     dtype = choose_dtype(spec, config.model.dtype, device)
-    kv_dtype = choose_kv_dtype(spec, config.memory.kv_cache_dtype, dtype)
+    kv_dtype = choose_kv_dtype(config.memory.kv_cache_dtype, dtype)
     pools = part_specs(config, spec, kv_dtype, device, context_of(config, spec), taken=weight_bytes)
     return KvSizes(pools=pools, host=host_counts(config, pools, taken=weight_bytes if device == "cpu" else 0))
 

@@ -172,11 +172,12 @@ def check_latent_rope_store(
     if wrong:
         raise ValueError(f"kernels: rows {tuple(rows_TW.shape)} of a latent of {rank}: {'; '.join(wrong)}")
     dtypes = {rows_TW.dtype, queries_TNQ.dtype, pool_S1W.dtype, q_out_TNW.dtype}
+    is_typed = queries_TNQ.dtype == rows_TW.dtype and _are_typed(rows_TW, q_out_TNW, pool_S1W, pool_S1W)
     is_whole = {positions_T.dtype, slots_T.dtype} == {torch.int64} and {cos_PF.dtype, sin_PF.dtype} == {torch.float32}
-    if len(dtypes) > 1 or not is_whole or norm_R.dtype not in (rows_TW.dtype, torch.float32):
+    if not is_typed or not is_whole or norm_R.dtype not in (rows_TW.dtype, torch.float32):
         raise ValueError(
             f"kernels: rows, queries, pool and q_out of {sorted(map(str, dtypes))}, norm of {norm_R.dtype}; expected "
-            "one dtype, torch.int64 positions and slots, torch.float32 tables"
+            "one dtype (the pool may be FP8), torch.int64 positions and slots, torch.float32 tables"
         )
     tensors = (norm_R, cos_PF, sin_PF, positions_T, slots_T, q_out_TNW)
     is_dense = rows_TW.stride(1) == queries_TNQ.stride(2) == 1 and is_laid_out(pool_S1W)

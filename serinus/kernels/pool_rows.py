@@ -43,7 +43,7 @@ def rows_of(pool: Tensor, slots_E: Tensor) -> Tensor:
         return rows_of(pool.view(torch.uint8), slots_E).view(pool.dtype)
     if pool.dim() == 4:
         return pool[slots_E // pool.shape[1], slots_E % pool.shape[1]]
-    return pool[slots_E]
+    return pool.index_select(0, slots_E)
 
 
 def put_rows(pool: Tensor, slots_T: Tensor, rows_THD: Tensor) -> None:

@@ -214,12 +214,13 @@ class Decoder:
             self._kernels,
             self.spec.attention_softcap,
         )
+        k_scale, v_scale = self._kv_scales(index, kv)
         if latent is not None:
             mixed_TNR = kernels.latent_attention(
-                q_TND, kv[0], latent.spec.rank, table_RC, attention, self._scale, digest
+                q_TND, kv[0], latent.spec.rank, table_RC, attention, self._scale * k_scale, digest
             )
-            return latent.values(mixed_TNR)
-        (k_SHD, v_SHD), (k_scale, v_scale) = kv, self._kv_scales(index, kv)
+            return latent.values(mixed_TNR if k_scale == 1.0 else mixed_TNR.mul_(k_scale))
+        k_SHD, v_SHD = kv
         inputs = q_TND, k_SHD, v_SHD, table_RC, attention, self._scale * k_scale
         if digest is None:
             mixed_TND = kernels.paged_attention(*inputs, layer.window, cap, layer.sinks_N)
@@ -282,11 +283,11 @@ class Decoder:
         """Queries [T, N, D] of this rank, rotated; keys and values go to the pool, their digests to `written`."""
         spec, layer, latent = self.spec, self._layers[index], self._latents[index]
         slots_T = batch.slots_of(layer.part)
+        k_norm_D, (k_scale, v_scale) = layer.k_norm_D, self._kv_scales(index, kv)
         if latent is not None:
-            return latent.queries(self._kernels, layer, qkv_TX, batch.positions_T, kv[0], slots_T, written)
+            return latent.queries(self._kernels, layer, qkv_TX, batch.positions_T, kv[0], slots_T, written, k_scale)
         if layer.qk_norm_X is not None:
             self._norm_heads(qkv_TX, layer.qk_norm_X)
-        k_norm_D, (k_scale, v_scale) = layer.k_norm_D, self._kv_scales(index, kv)
         if (k_scale, v_scale) != _UNSCALED:
             kv_size = spec.kv_head_count * spec.head_size
             qkv_TX[:, -kv_size:].div_(v_scale)

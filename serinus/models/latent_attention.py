@@ -43,11 +43,11 @@ class Latent:
 
     def queries(
         self, kernels: Kernels, layer: LayerWeights, mixed_TX: Tensor, positions_T: Tensor, pool_S1W: Tensor,
-        slots_T: Tensor, written: WrittenRows | None,
+        slots_T: Tensor, written: WrittenRows | None, scale: float,
     ) -> Tensor:  # fmt: skip
         """Queries in the space of the rows, [T, N, W]; rows go to the pool, their digests to `written`.
 
-        `mixed_TX`: what `layer.qkv` gave.
+        `mixed_TX`: what `layer.qkv` gave; `scale`: what rows are divided by in the pool.
         """
         spec, count = self.spec, len(mixed_TX)
         first_TX, rows_TW = torch.split_with_sizes(mixed_TX, [mixed_TX.shape[1] - spec.row, spec.row], 1)
@@ -57,8 +57,12 @@ class Latent:
         out_TNW = queries_TNX.new_empty((count, queries_TNX.shape[1], spec.row))
         plain_NTP = queries_TNX[:, :, : spec.plain].transpose(0, 1)
         torch.bmm(plain_NTP, self.key_NPR, out=out_TNW[:, :, : spec.rank].transpose(0, 1))
+        norm_R = self.row_norm_R
+        if scale != 1.0:
+            norm_R = norm_R / scale
+            rows_TW[:, spec.rank :].div_(scale)
         kernels.latent_rope_store(
-            rows_TW, self.row_norm_R, _EPS, queries_TNX, layer.cos_PF, layer.sin_PF, positions_T, pool_S1W, slots_T,
+            rows_TW, norm_R, _EPS, queries_TNX, layer.cos_PF, layer.sin_PF, positions_T, pool_S1W, slots_T,
             out_TNW, written,
         )  # fmt: skip
         return out_TNW

@@ -86,16 +86,9 @@ def choose_dtype(spec: ModelSpec, name: str = "auto", device: str = "cpu") -> to
     return torch.float32 if device == "cpu" or is_gemma else torch.float16
 
 
-def choose_kv_dtype(spec: ModelSpec, name: str, dtype: torch.dtype) -> torch.dtype:
-    """The element type of KV, by the setting, for a model computed in `dtype`. Raises ConfigError: rows of latent
-    attention in FP8."""
-    if name == "auto":
-        return dtype
-    if spec.is_latent and spec.architecture != TOY_ARCHITECTURE:
-        raise ConfigError(
-            f"models: kv_cache_dtype {name!r} for {spec.architecture}, whose rows are latent (MLA), expected auto"
-        )
-    return _KV_DTYPES[name]
+def choose_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The element type of KV, by the setting, for a model computed in `dtype`."""
+    return dtype if name == "auto" else _KV_DTYPES[name]
 
 
 def _has_bf16(device: str) -> bool:

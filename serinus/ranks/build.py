@@ -332,7 +332,7 @@ def _load_kernels(config: ServeConfig, device: str, phases: Phases) -> Kernels:
 def _dtypes(config: ServeConfig, spec: ModelSpec, device: str, kernels: Kernels) -> tuple[torch.dtype, torch.dtype]:
     """Of activations and of KV. Raises ConfigError: a setting that cannot be had, for this model or on this device."""
     dtype = choose_dtype(spec, config.model.dtype, device)
-    kv_dtype = choose_kv_dtype(spec, config.memory.kv_cache_dtype, dtype)
+    kv_dtype = choose_kv_dtype(config.memory.kv_cache_dtype, dtype)
     if spec.architecture == TOY_ARCHITECTURE:
         return kv_dtype, kv_dtype  # its rows are bytes of hashes
     is_narrow = kv_dtype == torch.float8_e4m3fn and kernels.columns["paged_attention"] == "triton"

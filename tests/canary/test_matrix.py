@@ -61,7 +61,7 @@ def test_every_fault_has_a_cell_in_every_part_it_can_damage(tmp_path: Path, shap
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("shape", "kind"), [("both", "fp8_e4m3"), ("full", "fp8_e5m2")])
+@pytest.mark.parametrize(("shape", "kind"), [("both", "fp8_e4m3"), ("full", "fp8_e5m2"), ("latent", "fp8_e4m3")])
 def test_a_canary_over_kv_of_one_byte_has_a_perfect_matrix(tmp_path: Path, shape: str, kind: str) -> None:
     model = subject(tmp_path, shape, kv_cache_dtype=kind)
     for cell in plan_matrix(model):
@@ -69,10 +69,11 @@ def test_a_canary_over_kv_of_one_byte_has_a_perfect_matrix(tmp_path: Path, shape
 
 
 @pytest.mark.slow
-def test_a_real_model_with_kv_in_fp8_has_no_false_alarm_and_no_fault_unseen(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path / "model", "gemma2", layers=2, vocab=320, tokenizer=False)
+@pytest.mark.parametrize("family", ["gemma2", "deepseek_v3"])
+def test_a_real_model_with_kv_in_fp8_has_no_false_alarm_and_no_fault_unseen(tmp_path: Path, family: str) -> None:
+    path = make_checkpoint(tmp_path / "model", family, layers=2, vocab=320, tokenizer=False)
     model = Subject(
-        name="gemma2", checkpoint=path, settings={"dtype": "bfloat16", "kv_cache_dtype": "fp8", "page_size": 4}
+        name=family, checkpoint=path, settings={"dtype": "bfloat16", "kv_cache_dtype": "fp8", "page_size": 4}
     )  # fmt: skip
     cells = [cell for cell in plan_matrix(model) if cell.mode in (CLEAN, "real_kv_used", "real_kv_post_forward")]
     assert len(cells) > 4

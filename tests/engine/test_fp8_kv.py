@@ -27,6 +27,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def models(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The second one has latent rows."""
+    root = tmp_path_factory.mktemp("latent")
+    return {"gemma2": model, "deepseek_v3": make_checkpoint(root, "deepseek_v3", layers=3, vocab=320, tokenizer=False)}
+
+
+@pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toy(tmp_path_factory.mktemp("toy"), window=9, layer_types="SFS", tokenizer=False)
 
@@ -41,9 +48,11 @@ def stored(folder: Path, kind: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["gemma2", "deepseek_v3"])
 def test_answers_are_those_without_a_cache_whatever_went_to_host_and_files(
-    model: Path, tmp_path: Path, kind: str, dtype: str
+    models: dict[str, Path], tmp_path: Path, family: str, kind: str, dtype: str
 ) -> None:
+    model = models[family]
     watched = {"dtype": dtype, "kv_canary": "raise", "kv_canary_real_data": "all"}
     with LLM(str(model), **SMALL, disable_radix_cache=True, dtype=dtype, kv_cache_dtype=kind) as bare:
         expected = answers(bare, PROMPTS)
@@ -69,7 +78,11 @@ def test_a_folder_of_one_type_is_never_read_as_another(toy: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_computed_elsewhere_goes_on_as_if_computed_here(model: Path, kind: str) -> None:
+@pytest.mark.parametrize("family", ["gemma2", "deepseek_v3"])
+def test_a_prompt_computed_elsewhere_goes_on_as_if_computed_here(
+    models: dict[str, Path], family: str, kind: str
+) -> None:
+    model = models[family]
     prompts = [list(range(1, 90)), [*range(1, 60), *range(100, 140)]]
     settings = {"skip_tokenizer_init": True, "dtype": "bfloat16", "kv_cache_dtype": kind, "max_total_tokens": 2048}
     with LLM(str(model), **settings, disable_radix_cache=True) as alone:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import AttentionBatch, Kernels, LayerDigest, WrittenRows
+from serinus.kernels import FP8_FORMATS, AttentionBatch, Kernels, LayerDigest, WrittenRows
+from serinus.kernels.fp8 import stored_as
 from serinus.kernels.packed import PackedFactors
 
 PAGE, WIDTH, VALUE, HEADS = 4, 24, 16, 6
@@ -48,6 +49,16 @@ def test_a_token_sums_the_values_in_the_rows_that_it_sees(either: Kernels, dtype
     assert float((found.double() - by_hand(q, pool, table, batch)).abs().max()) < apart
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", FP8_FORMATS)
+def test_rows_of_one_byte_are_what_they_stand_for(either: Kernels, kind: torch.dtype, dtype: torch.dtype) -> None:
+    q, pool, table, batch = case(dtype)
+    narrow = stored_as(pool, kind)
+    found = either.latent_attention(q, narrow, VALUE, table, batch, SCALE)
+    assert torch.equal(found, either.latent_attention(q, narrow.to(dtype), VALUE, table, batch, SCALE))
+    assert float((found - either.latent_attention(q, pool, VALUE, table, batch, SCALE)).abs().max()) > 0.01
+
+
 def test_a_chunk_that_goes_in_pieces_is_the_same(cpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     q, pool, table, batch = case(torch.float32)
     whole = cpu.latent_attention(q, pool, VALUE, table, batch, SCALE)
@@ -84,8 +95,9 @@ def test_rows_out_of_the_pool_and_values_wider_than_a_row_are_refused(cpu: Kerne
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [None, *FP8_FORMATS])
 def test_a_row_is_normed_rotated_stored_and_digested_and_queries_are_rotated(
-    ref: Kernels, cpu: Kernels, dtype: torch.dtype
+    ref: Kernels, cpu: Kernels, dtype: torch.dtype, kind: torch.dtype | None
 ) -> None:
     """By hand for one element, and column cpu to the bit of the digests of what it stored."""
     chance = torch.Generator().manual_seed(5)
@@ -93,24 +105,25 @@ def test_a_row_is_normed_rotated_stored_and_digested_and_queries_are_rotated(
     queries = torch.randn((3, HEADS, 5 + WIDTH - VALUE), generator=chance).to(dtype)
     norm, angle = torch.rand(VALUE, generator=chance).to(dtype), torch.rand(9, 4, generator=chance)
     positions, slots = torch.tensor([8, 0, 3]), torch.tensor([5, 2, 9])
-    factors = torch.from_numpy(digest_coefficients([1], [0], WIDTH * dtype.itemsize // 2, 2, partial=False, halves=1))
+    stored, apart = kind or dtype, {None: 0.02, torch.float8_e4m3fn: 0.14, torch.float8_e5m2: 0.27}[kind]
+    factors = torch.from_numpy(digest_coefficients([1], [0], WIDTH * stored.itemsize // 2, 2, partial=False, halves=1))
     pools, outs = [], []
     for ops in (ref, cpu):
-        pool, q = torch.zeros((12, 1, WIDTH), dtype=dtype), torch.full((3, HEADS, WIDTH), 7.0, dtype=dtype)
+        pool, q = torch.zeros((12, 1, WIDTH), dtype=stored), torch.full((3, HEADS, WIDTH), 7.0, dtype=dtype)
         written = WrittenRows(coefficients_22W=factors[0], sums_T2=torch.zeros((3, 2), dtype=torch.int64))
         ops.latent_rope_store(
             mixed[:, 7:], norm, 1e-6, queries, angle.cos(), angle.sin(), positions, pool, slots, q, written
         )
         assert torch.equal(written.sums_T2, ref.canary_digest([(pool,)], slots, factors))
-        pools.append(pool)
+        pools.append(pool.float())
         outs.append(q)
-    assert torch.allclose(pools[0].float(), pools[1].float(), atol=0.02)
+    assert torch.allclose(*pools, atol=apart)
     assert torch.equal(outs[0], outs[1])
     row, turn = mixed[0, 7:].double(), angle[8].double()
     latent = row[:VALUE] * norm.double() / (row[:VALUE] ** 2).mean().sqrt()
-    assert torch.allclose(pools[0][5, 0, :VALUE].double(), latent, atol=0.02)
+    assert torch.allclose(pools[0][5, 0, :VALUE].double(), latent, atol=apart)
     first = row[VALUE] * turn[0].cos() - row[VALUE + 4] * turn[0].sin()
-    assert float(pools[0][5, 0, VALUE]) == pytest.approx(float(first), abs=0.02)
+    assert float(pools[0][5, 0, VALUE]) == pytest.approx(float(first), abs=apart)
     x, y = queries[0, 2, 5].double(), queries[0, 2, 9].double()
     assert float(outs[0][0, 2, VALUE + 4]) == pytest.approx(float(y * turn[0].cos() + x * turn[0].sin()), abs=0.02)
     assert bool((outs[0][:, :, :VALUE] == 7.0).all())
@@ -124,7 +137,8 @@ def test_rows_and_queries_that_do_not_fit_together_are_refused(either: Kernels) 
         (7, torch.zeros((12, 1, WIDTH + 1)), r"pool \(1, 25\), not \(1, 24\)"),
         (9, torch.zeros(2, HEADS + 1, WIDTH), r"q_out \(2, 7, 24\), not \(2, 6, 24\)"),
         (1, torch.ones(VALUE - 1), r"cos \(4,\), not \(4,\)|what rotates"),
-        (6, whole.int(), "expected one dtype, torch.int64"),
+        (6, whole.int(), r"expected one dtype \(the pool may be FP8\), torch.int64"),
+        (7, torch.zeros((12, 1, WIDTH), dtype=torch.bfloat16), "pool and q_out of .*bfloat16.*float32"),
         (0, torch.zeros(WIDTH, 2).T, "strided"),
     ):
         with pytest.raises(ValueError, match=said):

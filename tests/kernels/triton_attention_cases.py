@@ -181,6 +181,7 @@ def latent_attention(seed: int, device: str) -> str:
         dtype=dtype_of(rng, device),
     )  # fmt: skip
     q, pool, table = (each.to(device) for each in (paged.q, paged.k_pool, paged.table))
+    pool = stored_as(pool, rng.choice((pool.dtype, *FP8_FORMATS)))
     inputs = (q, pool, value, table, batch_on(paged.batch, device), (value + rest) ** -0.5)
     due, entries = due_of(rng, (q, pool, pool, table, inputs[4]), None, page)
     lanes = pool.shape[2] * pool.element_size() // 2

@@ -218,7 +218,8 @@ def latent_rope_store(seed: int, device: str) -> str:
     slot_count = (2 * tokens + 4) * page
     angle = torch.rand(50, rotated // 2, generator=generator) * 6
     slots = (torch.randperm(slot_count - 1, generator=generator)[:tokens] + 1).to(device)
-    factors = digest_coefficients([1], [0], row * dtype.itemsize // 2, 2, partial=rng.random() < 0.3, halves=1)
+    kind = rng.choice((dtype, *FP8_FORMATS))
+    factors = digest_coefficients([1], [0], row * kind.itemsize // 2, 2, partial=rng.random() < 0.3, halves=1)
     mixed = drawn(generator, device, dtype, tokens, 10 + row)
     inputs = (
         mixed[:, 10:], drawn(generator, device, rng.choice((dtype, torch.float32)), rank), 1e-6,
@@ -227,7 +228,7 @@ def latent_rope_store(seed: int, device: str) -> str:
     )  # fmt: skip
     outputs = []
     for ops in (fast, ref):
-        pool = torch.zeros(slot_count, 1, row, dtype=dtype, device=device)
+        pool = torch.zeros(slot_count, 1, row, dtype=kind, device=device)
         if ops is fast:
             (pool,) = page_first(rng, [pool], page)
         q = torch.ones(tokens, heads, row, dtype=dtype, device=device)

@@ -65,13 +65,13 @@ def attend(
         ops.watched_attention(*inputs, digest, None, **given)
 
 
-def attend_latent(ops: Kernels, tokens: int, sequences: int, heads: int) -> None:
+def attend_latent(ops: Kernels, tokens: int, sequences: int, heads: int, kv: torch.dtype = torch.bfloat16) -> None:
     """A decode step or a chunk of DeepSeek-V2-Lite or V3, by their heads."""
     table = torch.zeros((sequences + 1, 40960), dtype=torch.int32)
-    pool, batch = page_first(1, 576)[0], batch_of(tokens, sequences)
+    pool, batch = page_first(1, 576, kv)[0], batch_of(tokens, sequences)
     q, slots, cos = blank(tokens, heads, 576), torch.zeros(tokens, dtype=torch.int64), torch.empty(40960, 32)
     ops.latent_attention(q, pool, 512, table, batch, 0.1)
-    factors = torch.from_numpy(digest_coefficients([0], [0], 576, 2, partial=False, halves=1))[0]
+    factors = torch.from_numpy(digest_coefficients([0], [0], 576 * kv.itemsize // 2, 2, partial=False, halves=1))[0]
     written = WrittenRows(coefficients_22W=factors, sums_T2=torch.zeros((tokens, 2), dtype=torch.int64))
     rows, queries = blank(tokens, 2112)[:, -576:], blank(tokens, heads, 192)
     ops.latent_rope_store(rows, blank(512), 1e-6, queries, cos, cos, slots, pool, slots, q, written)
@@ -128,6 +128,8 @@ def call_all() -> None:
         attend(ops, 16, 16, 16, 8, 256, kv, window=4096, softcap=50.0)
         attend(ops, 16, 16, 64, 8, 64, kv, window=128, sinks_N=sinks)
         attend(ops, 8192, 1, 32, 8, 128, kv)
+        attend_latent(ops, 16, 16, 128, kv)
+        attend_latent(ops, 8192, 1, 16, kv)
         attend(ops, 4096, 2, 16, 8, 256, kv, window=4096, softcap=50.0)
     for kv in (torch.bfloat16, *FP8_FORMATS):
         store(ops, kv)

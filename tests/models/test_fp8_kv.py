@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from serinus.core.errors import ConfigError
 from serinus.kernels import FP8_FORMATS, load
 from serinus.models import choose_kv_dtype, load_model, load_spec, make_checkpoint
 from serinus.testing.direct import DirectEngine
@@ -21,6 +20,8 @@ from tests.reference_cache import cache_argument
 from .parity import Recorder, random_ids, run_in_uneven_chunks
 
 E4M3, E5M2 = FP8_FORMATS
+LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
+"""transformers caches the two halves of a latent row in place of keys and values."""
 Scales = Mapping[int, tuple[float, float]]
 """Of keys and values, by layer."""
 
@@ -57,7 +58,7 @@ def rounded_reference(
 @pytest.mark.slow
 @pytest.mark.parametrize("column", ["ref", "cpu"])
 @pytest.mark.parametrize("kind", [E4M3, E5M2])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral_swa", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral_swa", "gemma2", "gpt_oss", *LATENT])
 def test_logits_are_those_of_transformers_with_a_cache_in_fp8(
     checkpoints: dict[str, Path], family: str, kind: torch.dtype, column: str
 ) -> None:
@@ -80,10 +81,16 @@ def test_logits_are_those_of_transformers_with_a_cache_in_fp8(
 @pytest.mark.slow
 @pytest.mark.parametrize("column", ["ref", "cpu"])
 @pytest.mark.parametrize(
-    ("family", "name"), [("llama", "self_attn.{}_scale"), ("qwen3", "self_attn.{}_proj.output_scale")]
+    ("family", "name"),
+    [
+        ("llama", "self_attn.{}_scale"),
+        ("qwen3", "self_attn.{}_proj.output_scale"),
+        ("deepseek_v2_lite", "self_attn.{}_scale"),
+    ],
 )
 def test_keys_and_values_are_scaled_as_the_checkpoint_says(tmp_path: Path, family: str, name: str, column: str) -> None:
-    """So small that the largest values are cut: a scale that is left out shows."""
+    """So small that the largest values are cut: a scale that is left out shows. That of keys is of the whole latent
+    row."""
     path, prompt = make_checkpoint(tmp_path, family, layers=3, tokenizer=False), random_ids(7, 150)
     scales = {i: (0.004 + 0.001 * i, 0.002 + 0.001 * i) for i in range(3)}
     tensors = load_file(path / "model.safetensors")
@@ -92,6 +99,8 @@ def test_keys_and_values_are_scaled_as_the_checkpoint_says(tmp_path: Path, famil
         for half, scale in zip("kv", both, strict=True):
             tensors[f"model.layers.{i}.{name.format(half)}"] = torch.tensor([scale] if half == "k" else scale)
     found = {}
+    if family in LATENT:
+        scales = {i: (key, key) for i, (key, _) in scales.items()}
     for kind in (E4M3, None):
         save_file(tensors, path / "model.safetensors")
         model = Recorder(load_model(load_spec(path), path, torch.float32, kernels))
@@ -105,11 +114,6 @@ def test_keys_and_values_are_scaled_as_the_checkpoint_says(tmp_path: Path, famil
         assert error < 0.02 * moved
 
 
-def test_names_are_those_of_other_servers_and_latent_rows_are_refused(checkpoints: dict[str, Path]) -> None:
-    spec = load_spec(checkpoints["llama"])
+def test_names_are_those_of_other_servers() -> None:
     names = ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
-    assert [choose_kv_dtype(spec, name, torch.bfloat16) for name in names] == [torch.bfloat16, E4M3, E4M3, E5M2]
-    latent = load_spec(checkpoints["deepseek_v3"])
-    assert choose_kv_dtype(latent, "auto", torch.bfloat16) == torch.bfloat16
-    with pytest.raises(ConfigError, match=r"'fp8' for DeepseekV3ForCausalLM, whose rows are latent \(MLA\)"):
-        choose_kv_dtype(latent, "fp8", torch.bfloat16)
+    assert [choose_kv_dtype(name, torch.bfloat16) for name in names] == [torch.bfloat16, E4M3, E4M3, E5M2]

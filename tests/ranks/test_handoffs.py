@@ -125,10 +125,11 @@ def test_kv_of_one_byte_goes_between_equal_and_unequal_slices(toy: Path, prefill
 
 @pytest.mark.proof
 @pytest.mark.parametrize("prefill", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_a_real_model_with_kv_in_fp8_answers_what_one_engine_of_its_slices_answers(
-    tmp_path: Path, prefill: int
+    tmp_path: Path, prefill: int, family: str
 ) -> None:
-    path = make_checkpoint(tmp_path, "llama", layers=3, vocab=320, tokenizer=False)
+    path = make_checkpoint(tmp_path, family, layers=3, vocab=320, tokenizer=False)
     prompts = {f"r{i}": [(37 * i + 11 * j) % 320 for j in range(9 + 8 * i)] for i in range(4)}
     given = {"dtype": "float32", "kv_cache_dtype": "fp8"}
     with crew(path, tp_size=prefill, **given) as alone:

@@ -17,6 +17,7 @@ from serinus.kernels.batch import AttentionBatch, slots_in
 from serinus.kernels.checks import check_latent_attention
 from serinus.kernels.contracts import LayerDigest
 from serinus.kernels.cpu.paged_attention import refuse_row
+from serinus.kernels.pool_rows import rows_of
 from serinus.kernels.ref.latent_attention import LatentRows
 
 _SCORES = 1 << 22
@@ -51,11 +52,11 @@ def latent_attention(
             slots_L = slots_in(slots_L, len(pool_S1W))
         elif int(slots_L.min()) < 0 or int(slots_L.max()) >= len(pool_S1W):
             refuse_row(row + 1, len(pool_S1W))
-        rows_L1W = pool_S1W.index_select(0, slots_L)
+        rows_L1W = rows_of(pool_S1W, slots_L)
         if gathered is not None:
             gathered.add(b, 0, rows_L1W)
         own = slice(starts[b], starts[b + 1])
-        _attend(q_TNW[own], rows_L1W[:, 0], scale, out_TNV[own])
+        _attend(q_TNW[own], rows_L1W[:, 0].to(q_TNW.dtype), scale, out_TNV[own])
     return out_TNV
 
 

@@ -9,6 +9,7 @@ from serinus.kernels.checks import check_latent_rope_store
 from serinus.kernels.contracts import WrittenRows
 from serinus.kernels.cpu.canary import canary_digest
 from serinus.kernels.cpu.rms_norm import rms_norm
+from serinus.kernels.fp8 import stored_as
 from serinus.kernels.pool_rows import put_rows
 from serinus.kernels.ref.canary import add_digests
 from serinus.kernels.ref.latent_rope_store import rotated
@@ -26,6 +27,7 @@ def latent_rope_store(
     cos_TF, sin_TF = cos_PF[positions_T], sin_PF[positions_T]
     latent_TR = rms_norm(rows_TW[:, :rank].contiguous(), norm_R, eps)
     stored_TW = torch.cat([latent_TR, rotated(rows_TW[:, rank:], cos_TF, sin_TF)], dim=1)
+    stored_TW = stored_as(stored_TW, pool_S1W.dtype)
     if written is not None:
         every_T = torch.arange(len(stored_TW))
         found_T2 = canary_digest([(stored_TW[:, None],)], every_T, written.coefficients_22W[None])

@@ -32,7 +32,8 @@ def latent_attention(
 
     Args:
         q_TNW: queries, in the space of the rows.
-        pool_S1W: one layer's pool (pool_rows.py); dtype of q. The step's own rows are already in it.
+        pool_S1W: one layer's pool (pool_rows.py); dtype of q, or FP8 (fp8.py). The step's own rows are already
+            in it.
         value_size: elements of a row that are the value, the first ones.
         req_to_token_RC, batch, scale: as `paged_attention` takes them.
         digest: as `watched_attention` takes it, of one half; None = attention alone.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from serinus.kernels.checks import check_latent_rope_store
 from serinus.kernels.contracts import WrittenRows
+from serinus.kernels.fp8 import stored_as
 from serinus.kernels.pool_rows import put_rows
 from serinus.kernels.ref.canary import digest_values
 from serinus.kernels.ref.rms_norm import rms_norm
@@ -32,7 +33,8 @@ def latent_rope_store(
         norm_R, eps: of the norm of latents, as rms_norm takes them.
         cos_PF, sin_PF: fp32 [P, O/2]; row p belongs to position p.
         positions_T, slots_T, written: as `qk_rope_store` takes them.
-        pool_S1W: one layer's pool (pool_rows.py); changed in place; dtype of rows.
+        pool_S1W: one layer's pool (pool_rows.py); changed in place; dtype of rows, or FP8: rows are
+            rounded once more (fp8.py).
         q_out_TNW: changed in place; dtype of rows.
     Raises:
         ValueError: shapes or dtypes disagree, or the pool, q_out or a table is strided.
@@ -45,6 +47,7 @@ def latent_rope_store(
     stored_TW = torch.cat(
         [rms_norm(rows_TW[:, :rank].contiguous(), norm_R, eps), rotated(rows_TW[:, rank:], cos_TF, sin_TF)], dim=1
     )
+    stored_TW = stored_as(stored_TW, pool_S1W.dtype)
     if written is not None:
         digest_values(written, stored_TW)
     put_rows(pool_S1W, slots_T, stored_TW[:, None])

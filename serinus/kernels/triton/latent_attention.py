@@ -23,6 +23,7 @@ from torch import Tensor
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.checks import check_latent_attention
 from serinus.kernels.contracts import LayerDigest
+from serinus.kernels.fp8 import FP8_FORMATS
 from serinus.kernels.pool_rows import page_gap, slot_count
 from serinus.kernels.triton.decode_attention import ROWS_LEAST, dot, head_block, load_rows, load_slots
 from serinus.kernels.triton.pool_rows import row_starts
@@ -52,13 +53,14 @@ class LatentCut:
     """Twice the blocks that are loaded ahead, and one: the slots of rows are loaded before the rows."""
 
 
-def cut_of(pairs: int, itemsize: int, *, alone: bool) -> LatentCut:
-    """By so many pairs of a sequence. `alone`: it has one query."""
+def cut_of(pairs: int, itemsize: int, *, alone: bool, is_fp8: bool = False) -> LatentCut:
+    """By so many pairs of a sequence. `alone`: it has one query; `is_fp8`: rows are widened in registers, of which
+    tiles of 64 would spill 376 bytes a thread."""
     if itemsize > 2:
         return LatentCut(rows=16, block=16, warps=4, stages=1)
     if alone and pairs <= ROWS_LEAST:
         return LatentCut(rows=16, block=32, warps=4, stages=5)
-    return LatentCut(rows=64, block=32, warps=8, stages=5)
+    return LatentCut(rows=32 if is_fp8 else 64, block=32, warps=8, stages=5)
 
 
 def latent_attention(
@@ -66,8 +68,8 @@ def latent_attention(
     digest: LayerDigest | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of every token over its own sequence; entries of the table that name no slot of the pool are read as
-    slot 0. Cost: one read of each sequence's rows for every 64 pairs of a query and a head, and one of what is due; no
-    host wait; equal inputs give equal bits."""
+    slot 0. Cost: one read of each sequence's rows for every 64 pairs of a query and a head (32 over FP8), and one of
+    what is due; no host wait; equal inputs give equal bits."""
     check_latent_attention(q_TNW, pool_S1W, value_size, req_to_token_RC, batch, digest)
     q_TNW, count = q_TNW.contiguous(), batch.sequence_count
     out_TNV = q_TNW.new_empty((*q_TNW.shape[:2], value_size))
@@ -90,7 +92,7 @@ def attend(
     `cut`: None = as measured best.
     """
     (tokens, heads, width), value, count = q_TNW.shape, out_TNV.shape[2], batch.sequence_count
-    cut = cut or cut_of(heads, q_TNW.element_size(), alone=alone)
+    cut = cut or cut_of(heads, q_TNW.element_size(), alone=alone, is_fp8=pool_S1W.dtype in FP8_FORMATS)
     rows, parts, tiles = cut.rows, 1, tokens * heads // cut.rows + count
     if alone:
         rows = next(each for each in range(min(heads, cut.rows), 0, -1) if heads % each == 0)
@@ -164,10 +166,10 @@ def _latent(
             t = at + j
             slot = load_slots(row, tl.minimum(t, end - 1), slot_count)
             at_T1 = row_starts(slot, gap, VALUE + REST, SLOTS)[:, None]
-            row_TV = load_rows(pool + at_T1 + v[None, :], v, VALUE, VALUE_UP)
+            row_TV = load_rows(pool + at_T1 + v[None, :], v, VALUE, VALUE_UP).to(q_MV.dtype)
             scores_MT = dot(q_MV, tl.trans(row_TV))
             if REST > 0:
-                row_TO = load_rows(pool + at_T1 + VALUE + o[None, :], o, REST, REST_UP)
+                row_TO = load_rows(pool + at_T1 + VALUE + o[None, :], o, REST, REST_UP).to(q_MV.dtype)
                 scores_MT = tl.dot(q_MO, tl.trans(row_TO), scores_MT, input_precision="ieee")
             seen_MT = (t[None, :] <= own_M[:, None]) & (t < end)[None, :]
             scores_MT = tl.where(seen_MT, scores_MT * scale, -1e30)

@@ -17,7 +17,7 @@ from serinus.kernels.checks import check_latent_rope_store
 from serinus.kernels.contracts import WrittenRows
 from serinus.kernels.pool_rows import page_gap, slot_count
 from serinus.kernels.triton.pool_rows import row_starts
-from serinus.kernels.triton.qk_rope_store import add_sum, weighed
+from serinus.kernels.triton.qk_rope_store import add_sum, format_of, in_fp8, weighed
 from serinus.kernels.triton.rms_norm import normed
 
 _HEADS = 16
@@ -41,12 +41,13 @@ def latent_rope_store(
         factors, lanes = written.coefficients_22W, written.coefficients_22W.shape[-1]
         sums = written.sums_T2.view(written.coefficients_22W.dtype)
     half, (page_slots, gap) = (width - rank) // 2, page_gap(pool_S1W)
+    mantissa, bias, largest = format_of(pool_S1W.dtype)
     _latent_store[(tokens, 1 + triton.cdiv(heads, _HEADS))](
         rows_TW, norm_R, queries_TNQ, cos_PF, sin_PF, positions_T, slots_T, pool_S1W, q_out_TNW, factors, sums,
         slot_count(pool_S1W), gap, eps, rows_TW.stride(0), queries_TNQ.stride(0), queries_TNQ.stride(1),
         HEADS=heads, RANK=rank, RANK_UP=triton.next_power_of_2(rank), HALF=half, HALF_UP=triton.next_power_of_2(half),
         PLAIN=queries_TNQ.shape[2] - 2 * half, EACH=_HEADS, IN_FP32=norm_R.dtype != rows_TW.dtype, WIDTH=lanes,
-        SLOTS=page_slots, num_warps=2,
+        SLOTS=page_slots, MANTISSA=mantissa, BIAS=bias, LARGEST=largest, num_warps=2,
     )  # fmt: skip
 
 
@@ -59,9 +60,10 @@ def _latent_store(
     token_stride, head_stride,
     HEADS: tl.constexpr, RANK: tl.constexpr, RANK_UP: tl.constexpr, HALF: tl.constexpr, HALF_UP: tl.constexpr,
     PLAIN: tl.constexpr, EACH: tl.constexpr, IN_FP32: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     t, f = tl.program_id(0).to(tl.int64), tl.arange(0, HALF_UP)
-    dtype: tl.constexpr = pool.dtype.element_ty
+    dtype: tl.constexpr = q_out.dtype.element_ty
     ROW: tl.constexpr = RANK + 2 * HALF
     place = tl.load(positions + t) * HALF + f
     cos_F = tl.load(cos + place, mask=f < HALF, other=0.0)
@@ -74,6 +76,10 @@ def _latent_store(
         one_F = tl.load(row + RANK + f, mask=f < HALF, other=0.0).to(tl.float32)
         two_F = tl.load(row + RANK + HALF + f, mask=f < HALF, other=0.0).to(tl.float32)
         low_F, high_F = (one_F * cos_F - two_F * sin_F).to(dtype), (two_F * cos_F + one_F * sin_F).to(dtype)
+        if MANTISSA:
+            latent_R = in_fp8(latent_R, pool, MANTISSA, BIAS, LARGEST)
+            low_F = in_fp8(low_F, pool, MANTISSA, BIAS, LARGEST)
+            high_F = in_fp8(high_F, pool, MANTISSA, BIAS, LARGEST)
         slot = tl.load(slots + t)
         is_there = (slot >= 0) & (slot < slot_count)
         kept, turned = tl.where(is_there, RANK, 0), tl.where(is_there, HALF, 0)

@@ -129,7 +129,7 @@ def _keep(
 ):  # fmt: skip
     """Rows of heads go to their slot, and what they add to the digest of their token to the sums."""
     if MANTISSA:
-        low, high = _in_fp8(low, pool, MANTISSA, BIAS, LARGEST), _in_fp8(high, pool, MANTISSA, BIAS, LARGEST)
+        low, high = in_fp8(low, pool, MANTISSA, BIAS, LARGEST), in_fp8(high, pool, MANTISSA, BIAS, LARGEST)
     slot = tl.load(slots + t)
     inside = (f < SIZE // 2)[None, :]
     stored = (f < tl.where((slot >= 0) & (slot < slot_count), SIZE // 2, 0))[None, :]
@@ -150,7 +150,7 @@ def _keep(
 
 
 @_jit
-def _in_fp8(values, pool, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+def in_fp8(values, pool, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
     """As elements of an FP8 pool (kernels/fp8.py), by their bits: Triton's interpreter rounds otherwise than a GPU."""
     SHIFT: tl.constexpr = 23 - MANTISSA
     MAGIC: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23  # a number whose last bit is worth the least of FP8
