@@ -83,9 +83,9 @@ def reads_of(
 def bound_of(reads_5B: Counts, starts: Sequence[int], chains: Sequence[int]) -> Counts:
     """Names, rows, first and last positions read and expected chain hashes, [5, B], of sequences that read anything:
     the stamp of the last slot must be of this request, and the row must be as the leader wrote it."""
-    bound_5B = np.empty_like(reads_5B)
-    bound_5B[:4], bound_5B[4] = reads_5B[:4], chains
+    bound_5B = reads_5B.copy()
     bound_5B[3] -= 1
+    bound_5B[4] = chains
     return bound_5B if all(starts) else np.ascontiguousarray(bound_5B[:, bound_5B[3] >= 0])
 
 

@@ -80,7 +80,7 @@ class StepChecks:
     bound: dict[Part, NDArray[np.int64]] = field(default_factory=dict)
     """What sequences read from where to where, bound_5B of `Watch.expand`."""
     stored: dict[Part, int] = field(default_factory=dict)
-    """Rows that the step stores, which are read back after it."""
+    """Rows that the step stores, which are read back after it: once its batch is known."""
     write_check: WriteCheck | None = None
 
 
@@ -121,8 +121,6 @@ class CanaryHook:
         self._checks, self._has_begun = checks, False
         for part, pages in checks.due.items():
             self._parts[part].running.due += pages.slot_count + checks.bound[part].shape[1]
-        for part, count in checks.stored.items():
-            self._parts[part].stored.due += count
 
     def abandon(self) -> None:
         """The forward pass was broken off. Where it had begun, what it was to verify is verified to the end, by bytes
@@ -147,14 +145,20 @@ class CanaryHook:
         return all(lanes.watch.has_room(room, checks.due[part].entry_count) for part, lanes in self._parts.items())
 
     def stage(self, batch: HostBatch, put: Put) -> None:
-        """Tell watches that are staged what they verify in the pass; one that is recorded verifies nothing yet."""
+        """Count what is to be read back, and tell watches that are staged what they verify in the pass; one that is
+        recorded verifies nothing yet."""
         if not len(batch.rows_B):
             self._checks = _nothing(self._parts)
         checks = self._checks
-        if checks is None or not self._is_staged:
+        if checks is None:
             return
         with self._spent:
-            self._stage(checks, batch, put)
+            for part, lanes in self._parts.items():
+                if lanes.coefficients_L22W is not None:
+                    count = checks.stored[part] = int(np.count_nonzero(batch.slots[part]))
+                    lanes.stored.due += count
+            if self._is_staged:
+                self._stage(checks, batch, put)
 
     def _stage(self, checks: StepChecks, batch: HostBatch, put: Put) -> None:
         for part, lanes in self._parts.items():
@@ -222,8 +226,7 @@ class CanaryHook:
         with self._spent:
             for lanes in self._parts.values():
                 lanes.watch.look_again()
-                lanes.watch.verify(StampLane.TAIL_K)
-                lanes.watch.write(StampLane.TAIL_K)
+                lanes.watch.verify_and_write(StampLane.TAIL_K)
         if self._faults is not None:
             self._faults.after(checks, batch)
 
@@ -235,10 +238,9 @@ class CanaryHook:
         for part, lanes in self._parts.items():
             watch = lanes.watch
             watch.expand(pieces(checks.due[part], self._entries_max), checks.bound[part])
-            watch.verify(StampLane.HEAD_K)
             first = checks.first_sequence
             watch.stand(batch.slots_of(part), batch.positions_T, batch.tokens_T, starts_B1, rows_B, first)
-            watch.write(StampLane.HEAD_K)
+            watch.verify_and_write(StampLane.HEAD_K)
             if checks.write_check is not None:
                 self._check_written(lanes, batch, checks.write_check, checks.first_sequence)
 

@@ -59,6 +59,7 @@ TokenOracle = Callable[[SampleSpec, int], int]
 _SWEEP: Final = -1
 _ROWS: Final = -2
 """The first row of a command; the others follow downwards."""
+_NOBODY: Final = frozenset[str]()
 _SEQUENCES_PER_PASS: Final = 1 << 16
 _PASSES_KEPT: Final = 4
 _READ: Final = attrgetter("rid", "row", "start", "whole", "chain")
@@ -184,8 +185,6 @@ class CanaryRank:
             )
             checks.due[part] = due_pages(self._kernels.canary_due, reads, lanes.turn_size, window)
             checks.bound[part] = bound_of(reads, starts, chains)
-            if lanes.coefficients_L22W is not None and work:
-                checks.stored[part] = int(np.count_nonzero(np.concatenate([each.slots[part] for each in work])))
         self.hook.arm(checks)
 
     def returned(self, result: StepResult | None) -> StepResult | None:
@@ -405,8 +404,8 @@ class CanaryRank:
 
     def _reading(self, work: Sequence[SeqWork]) -> Sequence[SeqWork]:
         """The work of a plan by what is verified of it: what goes on behind an abandoned step has nothing to read."""
-        given_up = frozenset[str]().union(*self._given_up)
-        self._given_up.append(frozenset())
+        given_up = frozenset[str]().union(*self._given_up) if any(self._given_up) else _NOBODY
+        self._given_up.append(_NOBODY)
         if not given_up:
             return work
         return [replace(each, start=0) if each.rid in given_up else each for each in work]

@@ -280,9 +280,9 @@ class Watch(Protocol):
 
         watch.stage(plan, put)             on the host, before any work of the pass is queued
         watch.expand(due, bound)           which slots are verified in this pass
-        watch.verify(StampLane.HEAD_K)     their stamps, without digests; of which request the last slots are
         watch.stand(slots, ...)            the tokens that this pass computes
-        watch.write(StampLane.HEAD_K)      their stamps
+        watch.verify(StampLane.HEAD_K)     stamps of the slots, without digests; of which request the last ones are
+        watch.write(StampLane.HEAD_K)      stamps of the tokens
         watch.writes(layer)                layer by layer, in order, before it stores their rows
         watch.reads(layer, batch)          layer by layer, in order, before attention reads those bytes, by models whose
                                            attention digests what it reads
@@ -290,6 +290,7 @@ class Watch(Protocol):
         watch.look_again()                 rows may name other slots than at the beginning
         watch.verify(StampLane.TAIL_K)     with the digests of all layers; what is not digested yet is digested now
         watch.write(StampLane.TAIL_K)      with the digests of what the layers stored; the rows are read back
+        watch.verify_and_write(lane)       in place of both
 
     It knows no requests and waits for no device. Where a pass is recorded and replayed, all calls but `stage` are made
     while it is recorded, and `stage` before every replay.
@@ -349,6 +350,9 @@ class Watch(Protocol):
         """Stamp these tokens in HEAD_K or TAIL_K and in the lane of V beside it. TAIL gets the digests that were made
         as the rows were stored; then the rows are read back and held against them, and what differs goes to the ring
         `stored`."""
+
+    def verify_and_write(self, lane: int) -> None:
+        """Both, in this order, by one call where the column can."""
 
 
 class MakeWatch(Protocol):

@@ -21,6 +21,8 @@ class HostBatch:
     """Row of each sequence, without padding. None at all: the pass is recorded, of padding alone."""
     counts_B: NDArray[np.int64]
     """The number of tokens of each."""
+    slots: Mapping[Part, NDArray[np.int64]]
+    """Where the tokens go in each part, without padding."""
     chosen_W: NDArray[np.int64] | None = None
     """The sequences of `wanted_attention`, where the batch has one."""
     room: int | None = None

@@ -54,7 +54,8 @@ def put_batch(
     def padded(values: Words, value: int = 0) -> torch.Tensor:
         return put(np.concatenate((values, np.full(missing, value, np.int64))) if missing else values)
 
-    slots = {part: padded(_slots(work, part)) for part in parts}
+    own_slots = {part: _slots(work, part) for part in parts}
+    slots = {part: padded(each) for part, each in own_slots.items()}
     tokens_T = padded(np.concatenate([w.tokens for w in work]).astype(np.int64) if work else offsets[1:])
     rows_B, context_B = padded(rows), padded(firsts + counts, 1)
     attention = AttentionBatch(
@@ -82,7 +83,7 @@ def put_batch(
         wanted_W=wanted,
         wanted_attention=wanted_attention,
     )
-    host = HostBatch(rows_B=rows, counts_B=counts, chosen_W=chosen, room=room)
+    host = HostBatch(rows_B=rows, counts_B=counts, slots=own_slots, chosen_W=chosen, room=room)
     return StepBatch(batch=batch, host=host, ends_B=offsets[1:])
 
 

@@ -215,6 +215,10 @@ def _unverified(lane: StampLane) -> Iterator[None]:
             if of != lane:
                 self.watch.verify(of)
 
+        def verify_and_write(self, of: int) -> None:
+            self.verify(of)
+            self.watch.write(of)
+
     def weak(device: str) -> Any:
         kernels = original(device)
         make = kernels.canary_watch

@@ -70,11 +70,13 @@ def canary_due(reads_5B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.
     """Columns of `canary_plan`, their entries, and how many of those are verified."""
     reads_5B = np.ascontiguousarray(reads_5B, np.int64)
     count = reads_5B.shape[1]
-    words = np.empty(7 * count, np.int64)
-    arguments = Due(0, address_of(reads_5B), address_of(words), count, page_size, 0, 0, 0)
+    columns_7B = np.empty((7, count), np.int64)
+    arguments = Due(0, address_of(reads_5B), address_of(columns_7B), count, page_size, 0, 0, 0)
     _due_body(VERSION)(arguments, 1)
     live = arguments.live
-    return words[: 7 * live].reshape(7, live), arguments.entry_count, arguments.slot_count
+    if live < count:
+        columns_7B = columns_7B.reshape(-1)[: 7 * live].reshape(7, live)
+    return columns_7B, arguments.entry_count, arguments.slot_count
 
 
 def canary_plan(
@@ -343,6 +345,11 @@ def _verify_body(version: int) -> Body:
             if first >= count:
                 break
             end = min(first + step, count)
+            for e in range(first, end):  # pages lie far apart: their stamps are asked for before any of them is needed
+                for half in range(halves):
+                    of_lane = a[1] + (lane // 2 * halves + half) * slot_count * 32
+                    ask_for(of_lane + slots[e] * 32)
+                    ask_for(of_lane + previous[e] * 32)
             for half in range(halves):
                 own = lane // 2 * halves + half
                 stamps = carray(at(a[1] + own * slot_count * 32), slot_count * 4, np.int64)

@@ -32,7 +32,8 @@ _ROOM = 64
 """Entries for which there is room beyond those that are asked for."""
 _KEPT = 64
 _PLAN, _LOOK, _BIND, _VERIFY, _WRITE, _FIND, _DIGEST, _READ_BACK = range(8)
-"""The calls of a pass, by their places: the first two expand, the next two verify, the others stamp and read back."""
+"""The calls of a pass, by their places: the first two expand, the next two verify, the others stamp and read back. One
+run makes all that come one after the other."""
 _NO_COLUMNS = np.empty((7, 0), np.int64)
 _Span = tuple[int, int]
 """Entries: the first, how many."""
@@ -82,8 +83,8 @@ class _CpuWatch:
             calls += [kernels.digest_call(self._pools.stored), kernels.verify_call(self._read_back)]
         self._calls = Calls(len(calls))
         self._calls.put(0, calls)
-        self._looks_again = False
-        """Rows are looked up again before the next call of verify."""
+        self._first = _BIND
+        """The first call of the next verification: `expand` and `look_again` leave theirs to it."""
         self._stands = (0, 0)
         """Sequences and tokens that the arguments of writing and reading back are for."""
         self._given: tuple[NDArray[np.int64], ...] = ()
@@ -134,7 +135,7 @@ class _CpuWatch:
             verify.slots, verify.positions, verify.previous, verify.names = (base + i * _WORD * count for i in range(4))
             self._calls.set_threads(_PLAN, kernels.plan_threads(count))
             self._calls.set_threads(_VERIFY, kernels.verify_threads(count))
-        self._calls.run(_PLAN, _BIND)
+        self._first = _PLAN
 
     def reads(self, layer: int, batch: AttentionBatch) -> LayerDigest | None:
         digests = self._of_batch(batch)
@@ -172,9 +173,16 @@ class _CpuWatch:
             self._reads.drop()
 
     def look_again(self) -> None:
-        self._looks_again = True
+        self._first = min(self._first, _LOOK)
 
     def verify(self, lane: int) -> None:
+        self._calls.run(self._to_verify(lane), _WRITE)
+
+    def verify_and_write(self, lane: int) -> None:
+        self._calls.run(self._to_verify(lane), self._to_write(lane))
+
+    def _to_verify(self, lane: int) -> int:
+        """Say what the calls that verify a lane are to do; the first of them."""
         arguments, pools = self._verify, self._pools
         arguments.lane = self._bind.lane = lane
         arguments.digests = arguments.cuts = 0
@@ -185,8 +193,8 @@ class _CpuWatch:
                 arguments.digests = self._digests_at
             if self._reads.has_sums:
                 arguments.sums, arguments.cuts, arguments.sums_stride = self._reads.sums_at
-        self._calls.run(_LOOK if self._looks_again else _BIND, _WRITE)
-        self._looks_again = False
+        first, self._first = self._first, _BIND
+        return first
 
     def stand(
         self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor, q_starts_B1: Tensor, rows_B: Tensor,
@@ -229,9 +237,13 @@ class _CpuWatch:
         return self._written[layer] if self._pools is not None else None
 
     def write(self, lane: int) -> None:
+        self._calls.run(_WRITE, self._to_write(lane))
+
+    def _to_write(self, lane: int) -> int:
+        """The same of those that stamp one; the end of them."""
         is_tail = lane >= StampLane.TAIL_K and self._pools is not None
         self._write.lane, self._write.digests = lane, self._stored_at if is_tail else 0
-        self._calls.run(_WRITE, _READ_BACK + 1 if is_tail else _FIND)
+        return _READ_BACK + 1 if is_tail else _FIND
 
     # ---- what is digested by a pass of its own --------------------------------------------------------------------
 
@@ -250,6 +262,8 @@ class _CpuWatch:
         left, self._left = self._left, []
         if not left:
             return
+        if self._first == _PLAN:  # HEAD was not verified: which slots they are is not known yet
+            self._calls.run(_PLAN, _LOOK)
         count = self.entry_count
         if not self._has_digests:
             self._words.array[4 * count : 6 * count] = 0

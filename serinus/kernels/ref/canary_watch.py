@@ -202,6 +202,10 @@ class OpsWatch:
             self._stamps_LS4, lane, slots_T, positions_T, unknown_T, tokens_T, found_T2, self._names_T, *self._stored
         )
 
+    def verify_and_write(self, lane: int) -> None:
+        self.verify(lane)
+        self.write(lane)
+
     def _digest_to(self, end: int) -> None:
         """By a pass of its own, what no attention digests of the layers before `end`."""
         if self._digested < end:
