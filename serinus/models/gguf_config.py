@@ -16,14 +16,17 @@ GGUF_ARCHITECTURES: Final[Mapping[str, str]] = {
     "gemma3": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
-"""llama.cpp's name of an architecture, and ours."""
+"""llama.cpp's name of an architecture, and ours; Mixtral is a llama with experts."""
 INTEGER_BITS: Final[Mapping[str, int]] = {"Q8_0": 8, "Q4_0": 4}
 """Types whose integers are multiplied with: one scale for 32 inputs, no zero point; and their bits."""
 _FLOATS: Final = ("F32", "F16", "BF16")
 _TYPES: Final = (*_FLOATS, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 """Types that are read."""
+_MIXTURES: Final = ("qwen2moe", "qwen3moe")
 _BY_WIDTH: Final = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models: their scores are scaled by hidden_size / heads in place of a head's size. The file does not
 say it; llama.cpp knows them by this too."""
@@ -51,9 +54,10 @@ def _config(file: GgufFile) -> dict[str, Any]:
     size = own.get("attention.key_length", hidden // heads)
     for name in ("attention.value_length", "rope.dimension_count"):
         own.want(name, own.get(name, size), size)
+    is_mixtral = file.architecture == "llama" and own.get("expert_count", 0) > 0
     ids = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     return {
-        "architectures": [GGUF_ARCHITECTURES[file.architecture]],
+        "architectures": ["MixtralForCausalLM" if is_mixtral else GGUF_ARCHITECTURES[file.architecture]],
         "dtype": "bfloat16",
         "hidden_size": hidden,
         "intermediate_size": own.need("feed_forward_length"),
@@ -69,6 +73,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "rope_theta": own.get("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(file, own),
+        **(_experts(file, own) if own.get("expert_count", 0) else {}),
         **(_gemma(file, own, hidden // heads) if file.architecture.startswith("gemma") else {}),
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": [each for each in ids if each is not None],
@@ -103,7 +108,8 @@ def _check(file: GgufFile, own: _Own) -> None:
             f"models: {file.path} is of architecture {file.architecture!r}, expected one of"
             f" {', '.join(GGUF_ARCHITECTURES)}"
         )
-    own.want("expert_count", own.get("expert_count", 0), 0)
+    if file.architecture not in (*_MIXTURES, "llama"):
+        own.want("expert_count", own.get("expert_count", 0), 0)
     odd = sorted(set(file.type_counts) - set(_TYPES))
     if odd:
         raise ConfigError(f"models: {file.path} has tensors of type {', '.join(odd)}, expected {', '.join(_TYPES)}")
@@ -138,6 +144,20 @@ def _rope_scaling(file: GgufFile, own: _Own) -> dict[str, Any] | None:
     own.want("rope.scaling.attn_factor", own.get("rope.scaling.attn_factor", 1.0), 1.0)
     original = own.need("rope.scaling.original_context_length")
     return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+
+
+def _experts(file: GgufFile, own: _Own) -> dict[str, Any]:
+    """Whether weights sum to 1 is known of architectures, as in llama.cpp; sizes are those of the tensors."""
+    own.want("expert_gating_func", own.get("expert_gating_func", 1), 1)  # softmax
+    own.want("expert_weights_scale", own.get("expert_weights_scale", 1.0), 0.0, 1.0)
+    shared = file.tensors.get("blk.0.ffn_gate_shexp.weight")
+    return {
+        "num_experts": own.need("expert_count"),
+        "num_experts_per_tok": own.need("expert_used_count"),
+        "moe_intermediate_size": int(_tensor(file, "blk.0.ffn_gate_exps.weight").shape[1]),
+        "shared_expert_intermediate_size": 0 if shared is None else int(shared.shape[1]),
+        "norm_topk_prob": file.architecture != "qwen2moe",
+    }
 
 
 def _gemma(file: GgufFile, own: _Own, by_width: int) -> dict[str, Any]:

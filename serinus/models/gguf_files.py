@@ -2,7 +2,8 @@
 
 Q8_0 and Q4_0 have a scale for 32 inputs, which is what the kernels for int8 and int4 read; all other types become
 floats of the model's dtype by the `gguf` package's own functions. llama.cpp stores some weights otherwise than
-transformers: rows of queries and keys of Llama in the order of its rotation, norms of Gemma with the 1 added.
+transformers: rows of queries and keys of Llama in the order of its rotation, norms of Gemma with the 1 added, experts
+as three stacks a layer, of which each expert is handed out by itself.
 Shapes: O = output width, I = input width, G = blocks of 32 inputs.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -35,9 +36,12 @@ _PIECE: Final = 1 << 22
 _MODULES: Final = ("model.embed_tokens", "model.norm", "lm_head")
 _OF_LAYERS: Final = (
     *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
-    *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+    *(f"{block}.{name}" for block in ("mlp", "mlp.shared_expert") for name in ("gate_proj", "up_proj", "down_proj")),
+    *("mlp.gate", "mlp.shared_expert_gate"),
     *(f"{name}_layernorm" for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")),
 )
+_STACKS: Final = tuple(f"mlp.experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+"""Those of all experts of a layer."""
 _NOT_WEIGHTS: Final = ("rope_freqs.weight",)
 """What config.json was made of."""
 
@@ -78,8 +82,12 @@ class GgufSource:
         """Dequantized. Raises ConfigError: the tensor is missing or misshapen."""
         tensor = self._tensor(name, shape)
         self._spans[name] = span
-        rows_R = self._rows(name, shape[0], span if dim == 0 else None)
-        found = _floats(tensor, rows_R, 1.0 if self._is_norm_plus_one(name) else 0.0, dtype or self.dtype)
+        rows_R, data = self._rows(name, shape[0], span if dim == 0 else None), tensor.data
+        if len(tensor.shape) == 3:
+            data = data[int(name.split(".experts.")[1].split(".")[0])]
+        less = 1.0 if self._is_norm_plus_one(name) else 0.0
+        found = _floats(tensor, data, rows_R, less, dtype or self.dtype)
+        found = found if found.dim() == len(shape) else found.view(shape)
         if span is not None and dim:
             found = found.narrow(dim, span.start, len(span)).contiguous()
         return found.to(self.device)
@@ -140,7 +148,13 @@ class GgufSource:
             raise ConfigError(f"models: tensor {name!r} is missing from {self._path}, expected one of {list(shape)}")
         tensor = self._file.tensors[stored]
         found = [int(size) for size in reversed(tensor.shape)]
-        if found != list(shape):
+        if (
+            ".experts." in name
+            and len(found) == 3
+            and found[0] == (self._spec.experts.count if self._spec.experts else 0)
+        ):
+            found = found[1:]  # of one of a stack
+        if found != list(shape) and [1, *found] != list(shape):
             raise ConfigError(f"models: tensor {stored!r} has shape {found}, expected {list(shape)} from its metadata")
         if self._digests is not None:
             self._digests.add(stored, torch.from_numpy(tensor.data).reshape(-1).view(torch.uint8))
@@ -172,14 +186,18 @@ def _names(file: GgufFile, layer_count: int) -> dict[str, str]:
             stored = f"{table.get_name(module)}.{kind}"
             if stored in file.tensors:
                 found[f"{module}.{kind}"] = stored
+    for base, name in ((f"model.layers.{i}.", name) for i in range(layer_count) for name in _STACKS):
+        stored = f"{table.get_name(base + name)}.weight"
+        for expert in range(int(file.tensors[stored].shape[-1]) if stored in file.tensors else 0):
+            found[f"{base}{name.replace('experts', f'experts.{expert}')}.weight"] = stored
     return found
 
 
-def _floats(tensor: ReaderTensor, rows_R: Tensor | None, less: float, dtype: torch.dtype) -> Tensor:
-    """Rows of a tensor, or its numbers where it has one dimension, less something."""
+def _floats(tensor: ReaderTensor, data: Any, rows_R: Tensor | None, less: float, dtype: torch.dtype) -> Tensor:
+    """Rows of a tensor's data, or its numbers where it has one dimension, less something."""
     import gguf
 
-    data, kind = tensor.data, tensor.tensor_type.name
+    kind = tensor.tensor_type.name
     chosen = slice(None) if rows_R is None else rows_R.numpy()
     if kind in _FLOATS:
         stored = torch.from_numpy(data[chosen])

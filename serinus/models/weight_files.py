@@ -67,5 +67,6 @@ def file_bytes(folder: Path) -> int:
     """Of the weights in their files; of a GGUF file with two bytes for what is dequantized. 0 where there are none."""
     if (folder / GGUF_LINK).exists():
         tensors = GgufFile(folder / GGUF_LINK).tensors.values()
-        return sum(int(t.n_bytes if t.tensor_type.name in INTEGER_BITS else 2 * t.n_elements) for t in tensors)
+        kept = [t.tensor_type.name in INTEGER_BITS and len(t.shape) < 3 for t in tensors]  # experts are dequantized
+        return sum(int(t.n_bytes if is_kept else 2 * t.n_elements) for t, is_kept in zip(tensors, kept, strict=True))
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

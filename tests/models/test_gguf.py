@@ -29,6 +29,7 @@ from tests.models.parity import (
 WIDE = {"hidden": 256, "intermediate": 512, "heads": 4, "layers": 2}
 """Whole superblocks of 256."""
 MIXED = {"o_proj": "Q6_K", "down_proj": "Q4_K", "embed_tokens": "Q6_K", "lm_head": "Q8_0", "gate_proj": "Q4_0"}
+ROUTED = {"gate": "F32"}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, str] | str]] = {
     "llama of all types": ("llama", {**WIDE, "attention_bias": True}, {**MIXED, "v_proj": "BF16", "up_proj": "F16"}),
     "llama of 8 bits": ("llama", {"tied": True, "vocab": 511, "tokenizer": False}, "Q8_0"),
@@ -37,6 +38,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str] | str]] = {
     "qwen3": ("qwen3", {"tied": True, "head_size": 32}, "F16"),
     "gemma": ("gemma", {"tied": True, "head_size": 32}, "Q8_0"),
     "gemma2": ("gemma2", {"tied": True, "layers": 4, "query_pre_attn_scalar": 32, "head_size": 32}, "Q4_0"),
+    "mixtral": ("mixtral", {**WIDE, "spread": 1.5, "shards": 2}, {**MIXED, **ROUTED, "w2": "Q6_K", "w3": "Q4_K"}),
+    "qwen2 with experts": (
+        "qwen2_moe",
+        {**WIDE, "layers": 3, "moe_intermediate_size": 256, "vocab": 511, "tokenizer": False},
+        ROUTED,
+    ),
+    "qwen3 with experts": ("qwen3_moe", {"tied": True, "moe_intermediate_size": 96}, {**ROUTED, "up_proj": "Q4_0"}),
     "gemma3": (
         "gemma3_text",
         {"tied": True, "layers": 7, "kv_heads": 1, "head_size": 32, "query_pre_attn_scalar": 32},
@@ -110,7 +118,7 @@ def test_wavelengths_that_a_file_stretches_one_by_one_are_those_of_llama_3(tmp_p
 @pytest.mark.slow
 @pytest.mark.proof
 def test_ranks_have_parts_of_a_file(tmp_path: Path) -> None:
-    for case in ("llama of all types", "gemma2"):
+    for case in ("llama of all types", "gemma2", "mixtral", "qwen2 with experts"):
         file, plain = written(tmp_path / case, case)
         tokens, prompt = [], random_ids(33, 60)
         for mesh in (Mesh(tp=2), Mesh(pp=2)):
@@ -123,8 +131,9 @@ def test_ranks_have_parts_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.proof
-def test_prompts_of_a_file_are_handed_over_behind_a_prefix(tmp_path: Path) -> None:
-    file, plain = written(tmp_path, "qwen3")
+@pytest.mark.parametrize("case", ["qwen3", "qwen3 with experts"])
+def test_prompts_of_a_file_are_handed_over_behind_a_prefix(tmp_path: Path, case: str) -> None:
+    file, plain = written(tmp_path, case)
     check_handed_over_with_a_prefix(file, plain=plain)
 
 
@@ -152,8 +161,9 @@ def test_integers_are_kept_where_most_weights_are_of_such_a_type(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_tokenizer_of_a_file_is_that_of_the_checkpoint(tmp_path: Path) -> None:
-    file, _ = written(tmp_path, "mistral of 4 bits")
+@pytest.mark.parametrize("case", ["mistral of 4 bits", "mixtral", "qwen3 with experts"])
+def test_the_tokenizer_of_a_file_is_that_of_the_checkpoint(tmp_path: Path, case: str) -> None:
+    file, _ = written(tmp_path, case)
     ours, theirs = load_tokenizer(str(file)), load_tokenizer(str(tmp_path / "made"))
     text = "Le serin chante, {x: 1}. <|im_start|>user\n金丝雀 🐤<|im_end|><|endoftext|>"
     assert ours.vocab_size == theirs.vocab_size
@@ -182,7 +192,9 @@ def test_a_file_that_is_replaced_is_read_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        ({"expert_count": 8}, r"llama.expert_count is 8, expected 0"),
+        ({"expert_count": 8}, r"no metadata llama.expert_used_count"),
+        ({"expert_count": 8, "expert_used_count": 2}, r"no tensor 'blk.0.ffn_gate_exps.weight'"),
+        ({"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 2}, r"expert_gating_func is 2, expected 1"),
         ({"rope__dimension_count": 8}, r"llama.rope.dimension_count is 8, expected 16"),
         (
             {"rope__scaling__type": "longrope"},
@@ -197,6 +209,35 @@ def test_metadata_that_no_family_has_a_word_for_is_refused(tmp_path: Path, metad
     write_gguf(made, tmp_path / "small.gguf", lambda _: "F32", **metadata)
     with pytest.raises(ConfigError, match=said):
         load_spec(resolve(str(tmp_path / "small.gguf")))
+
+
+@pytest.mark.slow
+def test_a_model_cut_into_parts_is_read_by_its_first_one(tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path / "made", "qwen3_moe", tokenizer=False, spread=1.5)
+    write_gguf(made, tmp_path / "small.gguf", lambda _: "F32", parts_of=9)
+    first, second, *others = sorted(tmp_path.glob("small-0000*.gguf"))
+    assert len(others) == 1
+    (tmp_path / "cache").mkdir()
+    for i, part in enumerate((first, second, *others)):  # as a hub keeps them: files by their digests, links by names
+        part.rename(tmp_path / "cache" / str(i))
+        part.symlink_to(tmp_path / "cache" / str(i))
+    equals_transformers(Path(resolve(str(first))), "auto", plain=made)
+    with pytest.raises(ConfigError, match=r"is part 2 of 3, expected the first, small-00001-of-00003.gguf"):
+        resolve(str(second))
+    whole = (tmp_path / "cache" / "1").read_bytes()
+    (tmp_path / "cache" / "1").write_bytes((tmp_path / "cache" / "2").read_bytes())
+    with pytest.raises(ConfigError, match=r"says it is part 3 of 3, expected 2 of 3"):
+        resolve(str(first))
+    (tmp_path / "cache" / "1").write_bytes(whole[:-5000])
+    with pytest.raises(ConfigError, match=r"small-00002-of-00003.gguf cannot be read"):
+        resolve(str(first))
+    second.unlink()
+    with pytest.raises(ConfigError, match=r"is part 1 of 3, expected small-00002-of-00003.gguf beside it"):
+        resolve(str(first))
+    alone = tmp_path / "alone.gguf"
+    alone.write_bytes(first.read_bytes())
+    with pytest.raises(ConfigError, match=r"says it is part 1 of 3, expected 1 of 1"):
+        resolve(str(alone))
 
 
 def test_types_architectures_and_damage_are_refused_by_name(tmp_path: Path) -> None:
