@@ -1,10 +1,11 @@
 """What serving costs beside the engine itself: HTTP, tokenizer and detokenizer at 16 streams; a handoff; a start.
 
-Claims: `serinus serve` reaches 95 % of the offline engine's tokens per second at 16 streams, clients on the same
-machine; handing 2,000 tokens of the 221M model from a prefill to a decode engine (shm) costs at most 10 % of their
-prefill time; `serinus up` is ready within 10 s. Peer of each number: the same job without that part, in the same run.
+Claims: `serinus serve` reaches 97 % of the tokens per second of `LLM` at 16 streams, clients on the same machine, both
+with prompts cut to the same longest step (`--max-step-ms`; what that costs stands beside it); handing 2,000 tokens of
+the 221M model from a prefill to a decode engine (shm) costs at most 10 % of their prefill time; `serinus up` is ready
+within 10 s. Peer of each number: the same job without that part, in the same run.
 
-    python benchmarks/serving.py [--rounds 3] [--checkpoint DIR]
+    python benchmarks/serving.py [--rounds 9] [--checkpoint DIR]
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,42 +39,68 @@ from serinus import LLM, SamplingParams
 from serinus.core.clock import WallClock
 from serinus.core.rng import Rng
 clock, rng = WallClock(), Rng(7)
-path, rounds, streams, prompt, output = sys.argv[1], *map(int, sys.argv[2:])
-llm = LLM(path, max_total_tokens=16384, threads=2)
+path, streams, prompt, output = sys.argv[1], *map(int, sys.argv[2:])
+llms = {name: LLM(path, max_total_tokens=16384, threads=2, **settings)
+        for name, settings in {"bounded": {"max_step_ms": None}, "unbounded": {}}.items()}
 sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
-for _ in range(rounds + 1):
+for line in sys.stdin:
     prompts = [[rng.randrange(5, 32000) for _ in range(prompt)] for _ in range(streams)]
     begin = clock.now()
-    llm.generate(prompts, sampling, use_tqdm=False)
+    llms[line.strip()].generate(prompts, sampling, use_tqdm=False)
     print(json.dumps(streams * output / (clock.now() - begin)), flush=True)
 """
 
 
-def offline(path: Path, rounds: int) -> list[float]:
-    """Output tokens per second of LLM.generate, a process of its own; the first round is a warm-up."""
-    words = [sys.executable, "-c", _OFFLINE, str(path), *map(str, (rounds, STREAMS, PROMPT, OUTPUT))]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()][1:]
+@contextmanager
+def offline(path: Path) -> Iterator[Callable[[str], float]]:
+    """Output tokens per second of one LLM.generate, in a process of its own: "bounded" cuts prompts to the server's
+    longest step, "unbounded" is the LLM as it is by default."""
+    words = [sys.executable, "-c", _OFFLINE, str(path), *map(str, (STREAMS, PROMPT, OUTPUT))]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        asked, told = process.stdin, process.stdout
+        assert asked is not None
+        assert told is not None
+
+        def rate(name: str) -> float:
+            print(name, file=asked, flush=True)
+            return float(json.loads(told.readline()))
+
+        yield rate
+        asked.close()
 
 
-def online(server: Server, rounds: int) -> list[float]:
+def online(server: Server, seed: int) -> float:
     """The same over HTTP: streamed token by token, by `serinus bench serve`."""
-    rates = []
-    for index in range(rounds + 1):
-        with tempfile.NamedTemporaryFile(suffix=".jsonl") as out:
-            subprocess.run(
-                [
-                    sys.executable, "-m", "serinus", "bench", "serve", "--base-url", server.url, "--backend", "serinus",
-                    "--dataset-name", "random", "--num-prompts", str(STREAMS), "--random-input-len", str(PROMPT),
-                    "--random-output-len", str(OUTPUT), "--random-range-ratio", "1.0", "--seed", str(index),
-                    "--warmup-requests", "0", "--output-file", out.name,
-                ],
-                capture_output=True,
-                text=True,
-                check=True,
-            )  # fmt: skip
-            rates.append(float(json.loads(Path(out.name).read_text().splitlines()[-1])["output_throughput"]))
-    return rates[1:]
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as out:
+        subprocess.run(
+            [
+                sys.executable, "-m", "serinus", "bench", "serve", "--base-url", server.url, "--backend", "serinus",
+                "--dataset-name", "random", "--num-prompts", str(STREAMS), "--random-input-len", str(PROMPT),
+                "--random-output-len", str(OUTPUT), "--random-range-ratio", "1.0", "--seed", str(seed),
+                "--warmup-requests", "0", "--output-file", out.name,
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+        )  # fmt: skip
+        return float(json.loads(Path(out.name).read_text().splitlines()[-1])["output_throughput"])
+
+
+def by_http(path: Path, rounds: int) -> dict[str, Any]:
+    """The job over HTTP and by LLM, in turns; shares are of the rate of the same round, as the machine's drifts."""
+    turns = []
+    with offline(path) as llm, Server("serve", str(path), "--max-total-tokens", "16384", "--threads", "2") as server:
+        for index in range(rounds + 1):
+            turns.append((online(server, index), llm("bounded"), llm("unbounded")))
+    served, bounded, free = (statistics.median(column) for column in zip(*turns[1:], strict=True))
+    return {
+        "http_tok_per_s": round(served, 1),
+        "offline_tok_per_s": round(bounded, 1),
+        "unbounded_tok_per_s": round(free, 1),
+        "http_overhead": round(statistics.median(1 - http / llm for http, llm, _ in turns[1:]), 4),
+        "bound_overhead": round(statistics.median(1 - llm / free for _, llm, free in turns[1:]), 4),
+        "turns_tok_per_s": [[round(rate, 1) for rate in turn] for turn in turns[1:]],
+    }
 
 
 def first_token(url: str, seed: int) -> tuple[float, dict[str, Any]]:
@@ -113,21 +142,12 @@ def handoff(path: Path, rounds: int, *flags: str) -> dict[str, Any]:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--rounds", type=int, default=9)
+    arguments.add_argument("--handoffs", type=int, default=3)
     arguments.add_argument("--checkpoint", default="", help="directory to use, or to make")
     args = arguments.parse_args()
     path = checkpoint_221m(args.checkpoint)
-    before = offline(path, args.rounds)
-    with Server("serve", str(path), "--max-total-tokens", "16384", "--threads", "2") as server:
-        served = online(server, args.rounds)
-    without = statistics.median(before + offline(path, args.rounds))
-    emit(
-        "serving",
-        offline_tok_per_s=round(without, 1),
-        http_tok_per_s=round(statistics.median(served), 1),
-        http_overhead=round(1 - statistics.median(served) / without, 4),
-        **handoff(path, args.rounds),
-    )
+    emit("serving", **by_http(path, args.rounds), **handoff(path, args.handoffs))
 
 
 if __name__ == "__main__":

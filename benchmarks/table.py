@@ -147,8 +147,15 @@ ROWS = (
         benchmark="serving",
         what="HTTP, tokenizer, detokenizer at 16 streams",
         here="{http_tok_per_s:.0f} tok/s",
-        beside="without them {offline_tok_per_s:.0f} tok/s: {http_overhead:.1%}",
-        goal="<= 5 %",
+        beside="without them {offline_tok_per_s:.0f} tok/s",
+        goal="<= 3 %: {http_overhead:.1%}",
+    ),
+    Row(
+        benchmark="serving",
+        what="the same job by `LLM`, its steps bounded to 300 ms as the server's are",
+        here="{offline_tok_per_s:.0f} tok/s",
+        beside="not bounded {unbounded_tok_per_s:.0f} tok/s: {bound_overhead:.1%}",
+        goal="",
     ),
     Row(
         benchmark="serving",
