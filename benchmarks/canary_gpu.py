@@ -73,8 +73,8 @@ def main() -> None:
 
     def plan(stride: int) -> Callable[[], tuple[Tensor, ...]]:
         zeros = [0] * REQUESTS
-        reads = [zeros, [*range(1, REQUESTS + 1)], zeros, [CONTEXT] * REQUESTS, [stride] * REQUESTS]
-        columns, entries, _ = canary_due(torch.tensor(reads).numpy(), PAGE)
+        reads = [zeros, [*range(1, REQUESTS + 1)], zeros, [CONTEXT] * REQUESTS, [stride] * REQUESTS, zeros]
+        columns, entries, *_ = canary_due(torch.tensor(reads).numpy(), PAGE)
         due = torch.from_numpy(columns).cuda()
         return lambda: ops.canary_plan(table, due, entries, page_size=PAGE, slot_count=1 << 31)
 

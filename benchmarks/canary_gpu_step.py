@@ -71,8 +71,8 @@ class Case:
     def due(self, stride: int) -> tuple[Tensor, int]:
         """What is verified of all but the token that the step itself writes."""
         reads = torch.tensor([[*range(REQUESTS)], [*range(1, REQUESTS + 1)], [0] * REQUESTS,
-                              [CONTEXT - 1] * REQUESTS, [stride] * REQUESTS])  # fmt: skip
-        columns, entries, _ = self.ops.canary_due(reads.numpy(), PAGE)
+                              [CONTEXT - 1] * REQUESTS, [stride] * REQUESTS, [0] * REQUESTS])  # fmt: skip
+        columns, entries, *_ = self.ops.canary_due(reads.numpy(), PAGE)
         return torch.from_numpy(columns).cuda(), entries
 
     def stamp_all(self, data: str) -> None:
@@ -89,8 +89,8 @@ class Case:
     def whole(self) -> tuple[Tensor, Tensor, int]:
         """Plan inputs of every token."""
         reads = torch.tensor([[*range(REQUESTS)], [*range(1, REQUESTS + 1)], [0] * REQUESTS, [CONTEXT] * REQUESTS,
-                              [1] * REQUESTS])  # fmt: skip
-        columns, entries, _ = self.ops.canary_due(reads.numpy(), PAGE)
+                              [1] * REQUESTS, [0] * REQUESTS])  # fmt: skip
+        columns, entries, *_ = self.ops.canary_due(reads.numpy(), PAGE)
         return self.table, torch.from_numpy(columns).cuda(), entries
 
 

@@ -125,8 +125,9 @@ def attention(
         [0] * len(counts),
         [c - 1 for c in contexts],
         [1] * len(counts),
+        [0] * len(counts),
     ]
-    due, entries, _ = bench.ops.canary_due(torch.tensor(reads).numpy(), PAGE)
+    due, entries, *_ = bench.ops.canary_due(torch.tensor(reads).numpy(), PAGE)
     digest = LayerDigest(
         factors=bench.ops.pack_factors(factors, KV_HEADS), due_7B=torch.from_numpy(due).cuda(),
         sums_P22E=torch.zeros((1, 2, 2, entries), dtype=torch.int32, device="cuda"), page_size=PAGE,

@@ -106,9 +106,9 @@ def latent(bench: Bench) -> None:
             )
             factors = torch.from_numpy(digest_coefficients([0], [0], row, 2, partial=False, halves=1))[0].cuda()
             names = list(range(len(counts)))
-            reads = torch.tensor([names, [n + 1 for n in names], [0] * len(names), contexts, [1] * len(names)])
+            reads = torch.tensor([names, [n + 1 for n in names], [0] * len(names), contexts, [1] * len(names), names])
             reads[3] -= torch.tensor(counts)
-            due, entries, _ = bench.ops.canary_due(reads.numpy(), PAGE)
+            due, entries, *_ = bench.ops.canary_due(reads.numpy(), PAGE)
             for watched in (False, True)[: 1 + (counts[0] == 1)]:
                 digest = LayerDigest(
                     factors=PackedFactors(factors=factors, bias=None, plain_22W=factors), page_size=PAGE,

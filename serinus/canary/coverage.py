@@ -28,7 +28,7 @@ def turn_size(page_size: int, device: torch.device) -> int:
     return page_size if device.type == "cpu" else page_size * max(1, _BLOCK // page_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DuePages:
     """What a step verifies of one part, as `canary_due` says it."""
 
@@ -37,56 +37,52 @@ class DuePages:
     """Slots of all pages due."""
     slot_count: int
     """Those of them that are verified: what the device must report as checked, beside each sequence's last slot."""
+    bound_5B: Counts
+    """Of each sequence that reads anything its name, row, first and last position read and expected chain hash: the
+    stamp of the last slot must be of this request, and the row must be as the leader wrote it."""
 
 
 def due_pages(
-    canary_due: Callable[[Counts, int], tuple[Counts, int, int]], reads_5B: Counts, page_size: int, window: int | None
-) -> DuePages:
+    canary_due: Callable[[Counts, int], tuple[Counts, int, int, Counts]], reads_6B: Counts, page_size: int,
+    window: int | None,
+) -> DuePages:  # fmt: skip
     """What is due of these reads. Of a part with a window also each slot that leaves it: read for the last time in this
     step, its turn might come after its last reader. The slot behind it is verified with it: that one is the last that
     can tell whether the slot belongs before it, and with it the page. From there on the chain goes to the last slot
     that is read, which is held against the request."""
-    columns, entries, slots = canary_due(reads_5B, page_size)
+    columns, entries, slots, bound = canary_due(reads_6B, page_size)
     if window is not None:
-        low, high, strides = reads_5B[2:5]
+        low, high, strides = reads_6B[2:5]
         own = (high - low // page_size) % strides == 0  # its page is due in this step
         behind = (low + 1 >= high) | ((high - (low + 1) // page_size) % strides == 0)  # and that of the slot behind it
         leaves = (high > low) & (high - low == window - 1) & ~(own & behind)
         if leaves.any():
-            last, own, behind = reads_5B[:, leaves], own[leaves], behind[leaves]
+            last, own, behind = reads_6B[:, leaves], own[leaves], behind[leaves]
             last[3], last[4] = last[2] + 2 - behind, 1
-            before, entries_before, slots_before = canary_due(last, page_size)
+            before, entries_before, slots_before, _ = canary_due(last, page_size)
             before[4] += own  # begins with the slot behind: attention digests no position for two columns
             slots_before -= int(own.sum())
             columns[6] += entries_before
             # They stand before the others: attention, which digests what it reads, looks for the last of a row.
             columns = np.concatenate((before, columns), axis=1)
             entries, slots = entries + entries_before, slots + slots_before
-    return DuePages(columns_7B=columns, entry_count=entries, slot_count=slots)
+    return DuePages(columns_7B=columns, entry_count=entries, slot_count=slots, bound_5B=bound)
 
 
 def reads_of(
-    rows: Sequence[int], starts: Sequence[int], wholes: Sequence[bool], *, first_name: int, stride: int,
-    window: int | None,
+    rows: Sequence[int], starts: Sequence[int], wholes: Sequence[bool], chains: Sequence[int], *, first_name: int,
+    stride: int, window: int | None,
 ) -> Counts:  # fmt: skip
-    """Input of `canary_due`, [5, B]: names from `first_name` on, rows, what each reads (all before its start, or the
-    `window` that its next token sees, less that token), strides: 1 where it is verified as a whole."""
+    """Input of `canary_due`, [6, B]: names from `first_name` on, rows, what each reads (all before its start, or the
+    `window` that its next token sees, less that token), strides: 1 where it is verified as a whole; chain
+    hashes of all before their starts."""
     count = len(starts)
     low: Sequence[int] = [0] * count
     if window is not None:
         low = [max(0, start - window + 1) for start in starts]
     strides = [1 if whole else stride for whole in wholes]
     names = range(first_name, first_name + count)
-    return np.array([*names, *rows, *low, *starts, *strides], np.int64).reshape(5, count)
-
-
-def bound_of(reads_5B: Counts, starts: Sequence[int], chains: Sequence[int]) -> Counts:
-    """Names, rows, first and last positions read and expected chain hashes, [5, B], of sequences that read anything:
-    the stamp of the last slot must be of this request, and the row must be as the leader wrote it."""
-    bound_5B = reads_5B.copy()
-    bound_5B[3] -= 1
-    bound_5B[4] = chains
-    return bound_5B if all(starts) else np.ascontiguousarray(bound_5B[:, bound_5B[3] >= 0])
+    return np.array([*names, *rows, *low, *starts, *strides, *chains], np.int64).reshape(6, count)
 
 
 def pieces(due: DuePages, entries_max: int) -> Iterator[tuple[Counts, int]]:

@@ -74,11 +74,9 @@ class StepChecks:
     rids: tuple[str, ...] = ()
     """Requests of the step's work, in order."""
     reads: dict[Part, NDArray[np.int64]] = field(default_factory=dict)
-    """What each of them reads: reads_5B of `canary_due`."""
+    """What each of them reads: reads_6B of `canary_due`."""
     due: dict[Part, DuePages] = field(default_factory=dict)
     """What of it is verified in this step."""
-    bound: dict[Part, NDArray[np.int64]] = field(default_factory=dict)
-    """What sequences read from where to where, bound_5B of `Watch.expand`."""
     stored: dict[Part, int] = field(default_factory=dict)
     """Rows that the step stores, which are read back after it: once its batch is known."""
     write_check: WriteCheck | None = None
@@ -120,7 +118,7 @@ class CanaryHook:
         touched."""
         self._checks, self._has_begun = checks, False
         for part, pages in checks.due.items():
-            self._parts[part].running.due += pages.slot_count + checks.bound[part].shape[1]
+            self._parts[part].running.due += pages.slot_count + pages.bound_5B.shape[1]
 
     def abandon(self) -> None:
         """The forward pass was broken off. Where it had begun, what it was to verify is verified to the end, by bytes
@@ -135,7 +133,7 @@ class CanaryHook:
                 lanes.watch.drop_digests()  # the attention that was broken off may have made some of its own
                 lanes.watch.verify(StampLane.TAIL_K)
             elif part in checks.due:
-                lanes.running.due -= checks.due[part].slot_count + checks.bound[part].shape[1]
+                lanes.running.due -= checks.due[part].slot_count + checks.due[part].bound_5B.shape[1]
 
     def can_replay(self, room: int) -> bool:
         """Whether checks are armed, as a recorded pass makes them: without planted faults, without a token oracle."""
@@ -166,7 +164,7 @@ class CanaryHook:
             lanes.watch.stage(
                 WatchPlan(
                     due=list(pieces(due, self._entries_max)) if is_cut else [(due.columns_7B, due.entry_count)],
-                    bound_5B=checks.bound[part],
+                    bound_5B=due.bound_5B,
                     rows_B=batch.rows_B,
                     counts_B=batch.counts_B,
                     first_name=checks.first_sequence,
@@ -237,7 +235,8 @@ class CanaryHook:
         starts_B1, rows_B = batch.attention.q_starts_B1, batch.attention.rows_B
         for part, lanes in self._parts.items():
             watch = lanes.watch
-            watch.expand(pieces(checks.due[part], self._entries_max), checks.bound[part])
+            due = checks.due[part]
+            watch.expand(pieces(due, self._entries_max), due.bound_5B)
             first = checks.first_sequence
             watch.stand(batch.slots_of(part), batch.positions_T, batch.tokens_T, starts_B1, rows_B, first)
             watch.verify_and_write(StampLane.HEAD_K)
@@ -277,8 +276,6 @@ class CanaryHook:
 
 def _nothing(parts: Mapping[Part, PartLanes]) -> StepChecks:
     """The checks of a pass of padding alone."""
-    due = DuePages(columns_7B=np.empty((7, 0), np.int64), entry_count=0, slot_count=0)
-    bound_5B = np.empty((5, 0), np.int64)
-    return StepChecks(
-        step=0, first_sequence=0, due=dict.fromkeys(parts, due), bound=dict.fromkeys(parts, bound_5B),
-    )  # fmt: skip
+    columns_7B, bound_5B = np.empty((7, 0), np.int64), np.empty((5, 0), np.int64)
+    due = DuePages(columns_7B=columns_7B, entry_count=0, slot_count=0, bound_5B=bound_5B)
+    return StepChecks(step=0, first_sequence=0, due=dict.fromkeys(parts, due))

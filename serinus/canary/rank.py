@@ -36,7 +36,7 @@ from serinus.canary.commands import (
     SweepSlots,
     TellCounts,
 )
-from serinus.canary.coverage import bound_of, due_pages, reads_of
+from serinus.canary.coverage import due_pages, reads_of
 from serinus.canary.hook import CanaryHook, Entries, Spent, StepChecks, WriteCheck
 from serinus.canary.host_check import HostCheck
 from serinus.canary.lanes import PartLanes, lanes_of, sent
@@ -181,10 +181,9 @@ class CanaryRank:
         for part, lanes in self.parts.items():
             window = settings.window if part is Part.SWA else None
             reads = checks.reads[part] = reads_of(
-                rows, starts, wholes, first_name=base, stride=settings.stride, window=window
+                rows, starts, wholes, chains, first_name=base, stride=settings.stride, window=window
             )
             checks.due[part] = due_pages(self._kernels.canary_due, reads, lanes.turn_size, window)
-            checks.bound[part] = bound_of(reads, starts, chains)
         self.hook.arm(checks)
 
     def returned(self, result: StepResult | None) -> StepResult | None:

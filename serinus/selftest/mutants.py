@@ -248,10 +248,10 @@ def _read(change: Callable[[dict[str, Any]], None]) -> Iterator[None]:
     """`change` edits what `reads_of` is asked."""
     original = rank_file.reads_of
 
-    def weak(rows: Any, starts: Any, wholes: Any, **more: Any) -> Any:
+    def weak(rows: Any, starts: Any, wholes: Any, chains: Any, **more: Any) -> Any:
         asked = {"rows": rows, "starts": starts, "wholes": wholes, **more}
         change(asked)
-        reads = original(asked.pop("rows"), asked.pop("starts"), asked.pop("wholes"), **asked)
+        reads = original(asked.pop("rows"), asked.pop("starts"), asked.pop("wholes"), chains, **asked)
         if more["window"] is not None and asked["window"] == _NOTHING:
             reads[3] = reads[2]
         return reads
@@ -287,9 +287,10 @@ def _residue_skipped() -> Iterator[None]:
         due = kernels.canary_due
 
         def skipping(reads: Any, page_size: int) -> Any:
-            ends, strides = reads[3:]
+            ends, strides = reads[3:5]
             kept = (strides == 1) | (ends % strides != strides - 1)
-            return due(np.ascontiguousarray(reads[:, kept]), page_size)
+            *some, _ = due(np.ascontiguousarray(reads[:, kept]), page_size)
+            return *some, due(reads, page_size)[3]
 
         return replace(kernels, canary_due=skipping)
 

@@ -66,7 +66,7 @@ class Account:
         assert checks is not None
         runs = {each.rid for each in plan.work if each.rid in self.states and self.states[each.rid].row == each.row}
         for part in checks.reads:  # those that were healed since they were planned are computed for nothing
-            for work, (_, _, low, high, _) in zip(plan.work, checks.reads[part].T.tolist(), strict=True):
+            for work, (_, _, low, high, *_) in zip(plan.work, checks.reads[part].T.tolist(), strict=True):
                 if work.rid in runs:
                     pages = [self.page(work.rid, part, at) for at in range(low, high)]
                     self.reads[work.rid].append(_Read(self.step, work.start, part, low, pages))

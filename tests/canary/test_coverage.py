@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -21,11 +23,14 @@ def due_of(bounds: list[tuple[int, int]], strides: list[int], page_size: int, la
     """`later`: decode steps since the sequences read these."""
     low, high = ([pick(pair) for pair in bounds] for pick in (min, max))
     high = [each + later for each in high]
-    reads = np.array([[NAMES + i for i in range(len(bounds))], [*range(1, len(bounds) + 1)], low, high, strides])
-    columns, entries, slots = cpu.canary_due(reads, page_size)
+    reads = np.array(
+        [[NAMES + i for i in range(len(bounds))], [*range(1, len(bounds) + 1)], low, high, strides, strides]
+    )
+    columns, entries, slots, bound = cpu.canary_due(reads, page_size)
     expected = ref.canary_due(reads, page_size)
-    assert (columns.tolist(), entries, slots) == (expected[0].tolist(), *expected[1:])
-    return DuePages(columns_7B=columns, entry_count=entries, slot_count=slots)
+    found = (columns.tolist(), entries, slots, bound.tolist())
+    assert found == (expected[0].tolist(), *expected[1:3], expected[3].tolist())
+    return DuePages(columns_7B=columns, entry_count=entries, slot_count=slots, bound_5B=bound)
 
 
 def positions(due: DuePages, page_size: int) -> list[tuple[int, int]]:
@@ -67,7 +72,7 @@ def test_pieces_cover_all_sequences_in_order_and_keep_to_the_limit(
     seen: list[tuple[int, int]] = []
     for columns, count in pieces(due, entries_max):
         assert count <= entries_max or columns.shape[1] == 1
-        seen += positions(DuePages(columns_7B=columns, entry_count=count, slot_count=0), 4)
+        seen += positions(replace(due, columns_7B=columns, entry_count=count), 4)
     assert seen == positions(due, 4)
 
 
@@ -78,10 +83,10 @@ def test_on_a_gpu_the_turns_of_pages_that_attention_reads_together_come_together
 
 
 def test_a_sequence_is_verified_whole_where_the_leader_says_so() -> None:
-    reads = reads_of([3, 4], [50, 6], [True, False], first_name=9, stride=16, window=None)
-    assert reads.tolist() == [[9, 10], [3, 4], [0, 0], [50, 6], [1, 16]]
-    reads = reads_of([3, 4], [50, 6], [True, False], first_name=9, stride=16, window=8)
-    assert reads.tolist() == [[9, 10], [3, 4], [43, 0], [50, 6], [1, 16]]
+    reads = reads_of([3, 4], [50, 6], [True, False], [70, 80], first_name=9, stride=16, window=None)
+    assert reads.tolist() == [[9, 10], [3, 4], [0, 0], [50, 6], [1, 16], [70, 80]]
+    reads = reads_of([3, 4], [50, 6], [True, False], [70, 80], first_name=9, stride=16, window=8)
+    assert reads.tolist() == [[9, 10], [3, 4], [43, 0], [50, 6], [1, 16], [70, 80]]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -91,7 +96,7 @@ def test_a_slot_that_leaves_a_window_is_due_once_and_so_is_its_link_with_the_slo
 ) -> None:
     """Attention digests a position for one column alone: one that two columns name has a digest too few."""
     for start, stride in ((start, stride) for start in range(1, 90) for stride in (1, 2, 3, 16)):
-        reads = reads_of([1], [start], [False], first_name=0, stride=stride, window=window)
+        reads = reads_of([1], [start], [False], [0], first_name=0, stride=stride, window=window)
         due = due_pages(ref.canary_due, reads, page_size, window)
         named = [(at, column[2]) for column in due.columns_7B.T for at in entries_of(column, 0, 999, page_size)[0]]
         found = dict(named)

@@ -58,9 +58,9 @@ def test_a_slot_that_leaves_a_window_alone_is_seen(tmp_path: Path, monkeypatch: 
     from serinus.canary import rank
 
     def alone(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def due(reads_5B: NDArray[np.int64], size: int) -> Any:
-            reads_5B[3] = np.where(reads_5B[4] == 1, np.minimum(reads_5B[3], reads_5B[2] + 1), reads_5B[3])
-            return kernel(reads_5B, size)
+        def due(reads_6B: NDArray[np.int64], size: int) -> Any:
+            reads_6B[3] = np.where(reads_6B[4] == 1, np.minimum(reads_6B[3], reads_6B[2] + 1), reads_6B[3])
+            return kernel(reads_6B, size)
 
         return lambda reads, size: due(reads.copy(), size) if (reads[3] - reads[2] <= 2).all() else kernel(reads, size)
 

@@ -44,9 +44,9 @@ def watched_attention(seed: int, device: str) -> str:
     stride = rng.choice((1, 2, 3))
     batch = len(contexts)
     reads = torch.tensor(
-        [[*range(batch)], [*range(1, batch + 1)], [0] * batch, [c - 1 for c in contexts], [stride] * batch]
+        [[*range(batch)], [*range(1, batch + 1)], [0] * batch, [c - 1 for c in contexts], [stride] * batch, [0] * batch]
     )
-    columns_7B, entries, _ = ref.canary_due(reads.numpy(), page)
+    columns_7B, entries, *_ = ref.canary_due(reads.numpy(), page)
     if columns_7B.shape[1] != batch:
         return ""  # every sequence stands in its place
     due, table = torch.from_numpy(columns_7B).to(device), table.to(device)

@@ -73,9 +73,9 @@ def _pass(ops: Kernels, case: CanaryCase, rng: random.Random, *, recorded: bool)
     for row, position, slot in case.wild:
         table[row, position] = slot
     rows, starts = np.arange(1, count + 1), np.array(case.lengths) - 1
-    reads = np.stack((rows + 6, rows, np.zeros(count, np.int64), starts, np.full(count, rng.choice((1, 2, 3)))))
-    due_7C, entries, _ = ops.canary_due(reads, CASE_PAGE)
-    bound = np.stack((*reads[:3], starts - 1, rows * 0 + 12345))[:, starts > 0]
+    strides, chains = np.full(count, rng.choice((1, 2, 3))), rows * 0 + 12345
+    reads = np.stack((rows + 6, rows, np.zeros(count, np.int64), starts, strides, chains))
+    due_7C, entries, _, bound = ops.canary_due(reads, CASE_PAGE)
     room = rng.choice((None, count + rng.randint(0, 3)))
     width = count if room is None or not recorded else room
     plan = WatchPlan(

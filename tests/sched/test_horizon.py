@@ -64,7 +64,7 @@ class Watched:
         rows, starts, wholes = [w.row for w in work], [w.start for w in work], [w.whole for w in work]
         for part, sound in self.sound.items():
             window = self.window if part is Part.SWA else None
-            reads = reads_of(rows, starts, wholes, first_name=0, stride=self.stride, window=window)
+            reads = reads_of(rows, starts, wholes, starts, first_name=0, stride=self.stride, window=window)
             due = due_pages(canary_due, reads, self.engine.settings.page_size, window)
             for name, row, low, high, first, stride, _ in due.columns_7B.T.tolist():
                 size = self.engine.settings.page_size

@@ -18,6 +18,6 @@ def test_slots_due_are_those_of_the_coverage(window: int | None, stride: int, pa
         starts = np.arange(low, high)
         expected = 0
         for start in starts.tolist():
-            reads = reads_of([1], [start], [False], first_name=0, stride=stride, window=window)
+            reads = reads_of([1], [start], [False], [0], first_name=0, stride=stride, window=window)
             expected += due_pages(canary_due, reads, page_size, window).slot_count + (start > 0)  # the last one read
         assert slots_due(starts, page_size, stride, window) == expected, (low, high)

@@ -123,8 +123,8 @@ def nothing_whole() -> Iterator[None]:
 
     original = rank.reads_of
 
-    def reads_of(rows: Any, starts: Any, wholes: Any, **more: Any) -> Any:
-        return original(rows, starts, [False] * len(wholes), **more)
+    def reads_of(rows: Any, starts: Any, wholes: Any, chains: Any, **more: Any) -> Any:
+        return original(rows, starts, [False] * len(wholes), chains, **more)
 
     with replaced(rank, "reads_of", reads_of):
         yield
@@ -159,13 +159,13 @@ def leaves_alone() -> Iterator[None]:
 
     original = rank.due_pages
 
-    def due_pages(canary_due: Any, reads_5B: Any, page_size: int, window: int | None) -> Any:
+    def due_pages(canary_due: Any, reads_6B: Any, page_size: int, window: int | None) -> Any:
         def due(reads: Any, size: int) -> Any:
-            if reads is not reads_5B:
+            if reads is not reads_6B:
                 reads[3] = reads[2] + 1
             return canary_due(reads, size)
 
-        return original(due, reads_5B, page_size, window)
+        return original(due, reads_6B, page_size, window)
 
     with replaced(rank, "due_pages", due_pages):
         yield

@@ -21,7 +21,7 @@ def run(
 ) -> Injection | None:
     """`cached`: pages of the cache that no request uses; those that running requests read serve too. None where no page
     that is read has a page of another prompt at its positions. Waits for a device."""
-    _, rows, lows, highs, strides = checks.reads[lanes.part]
+    _, rows, lows, highs, strides, _ = checks.reads[lanes.part]
     stamps_S4 = lanes.stamps_LS4[StampLane.HEAD_K].cpu().numpy()
     pages = []  # (sequence, first position, page) of each page that is read whole
     for sequence, (row, low, high, stride) in enumerate(zip(rows, lows, highs, strides, strict=True)):

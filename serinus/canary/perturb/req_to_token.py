@@ -42,7 +42,7 @@ def _twin(rng: Rng, lanes: PartLanes, checks: StepChecks, victim: Victim) -> Vic
 
     A window's first position has no slot before it to be chained to, and in turns a window's other positions become
     its first before theirs comes: nothing is promised for them."""
-    _, rows, lows, highs, strides = checks.reads[lanes.part]
+    _, rows, lows, highs, strides, _ = checks.reads[lanes.part]
     low, stride = int(lows[victim.sequence]), int(strides[victim.sequence])
     if low and victim.position - low < stride:
         return None

@@ -39,7 +39,7 @@ def pick_active(rng: Rng, lanes: PartLanes, checks: StepChecks, spared: Collecti
 
 
 def _drawn(rng: Rng, lanes: PartLanes, checks: StepChecks) -> Victim | None:
-    _, rows, lows, highs, _ = checks.reads[lanes.part]
+    _, rows, lows, highs, *_ = checks.reads[lanes.part]
     reading = np.flatnonzero(highs > lows).tolist()
     if not reading:
         return None

@@ -25,8 +25,8 @@ from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined, mix
 
 Digest = fields("ticket pools slots coefficients out count layers lanes slot_bytes step ahead adds halves")
 """`adds`: the sums are added to what `out` holds. `halves`: pools of each layer."""
-Due = fields("ticket reads out count page_size live entry_count slot_count")
-"""The last three are answers."""
+Due = fields("ticket reads out count page_size live entry_count slot_count bound")
+"""The last four are answers. `out`: [7, live], and behind [7, count] what is bound, [5, bound]."""
 Plan = fields("ticket table due out sequence_count entry_count columns page_size slot_count")
 """Entries of rows from `slot_count` on, or below 0, are slot 0: damage, and no address."""
 Verify = fields(
@@ -66,17 +66,19 @@ def canary_digest(layers_kv: LayersKv, slots_E: Tensor, coefficients_L22W: Tenso
     return out_E2
 
 
-def canary_due(reads_5B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.int64], int, int]:
-    """Columns of `canary_plan`, their entries, and how many of those are verified."""
-    reads_5B = np.ascontiguousarray(reads_5B, np.int64)
-    count = reads_5B.shape[1]
-    columns_7B = np.empty((7, count), np.int64)
-    arguments = Due(0, address_of(reads_5B), address_of(columns_7B), count, page_size, 0, 0, 0)
+def canary_due(reads_6B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.int64], int, int, NDArray[np.int64]]:
+    """Columns of `canary_plan`, their entries, how many of those are verified, and what the watch binds."""
+    reads_6B = np.ascontiguousarray(reads_6B, np.int64)
+    count = reads_6B.shape[1]
+    words = np.empty(12 * count, np.int64)
+    arguments = Due(0, address_of(reads_6B), address_of(words), count, page_size, 0, 0, 0, 0)
     _due_body(VERSION)(arguments, 1)
-    live = arguments.live
-    if live < count:
-        columns_7B = columns_7B.reshape(-1)[: 7 * live].reshape(7, live)
-    return columns_7B, arguments.entry_count, arguments.slot_count
+    live, bound = arguments.live, arguments.bound
+    columns_7B, bound_5B = (
+        words[: 7 * live].reshape(7, live),
+        words[7 * count : 7 * count + 5 * bound].reshape(5, bound),
+    )
+    return columns_7B, arguments.entry_count, arguments.slot_count, bound_5B
 
 
 def canary_plan(
@@ -257,14 +259,16 @@ def _due_body(version: int) -> Body:
     def due(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 8, np.int64)
+        a = carray(args, 9, np.int64)
         count, page_size = a[3], a[4]
-        reads = carray(at(a[1]), 5 * count, np.int64)
-        live = 0
+        reads = carray(at(a[1]), 6 * count, np.int64)
+        live, bound = 0, 0
         for b in range(count):
+            bound += reads[3 * count + b] > 0
             live += _due_count(reads[2 * count + b], reads[3 * count + b], reads[4 * count + b], page_size)[1] > 0
         out = carray(at(a[2]), 7 * count, np.int64)
-        i, entries, slots = 0, 0, 0
+        to_bind = carray(at(a[2] + 56 * count), 5 * count, np.int64)
+        i, j, entries, slots = 0, 0, 0, 0
         for b in range(count):
             low, high, stride = reads[2 * count + b], reads[3 * count + b], reads[4 * count + b]
             first, pages = _due_count(low, high, stride, page_size)
@@ -276,7 +280,11 @@ def _due_body(version: int) -> Body:
                 slots += pages * page_size - max(0, low - first * page_size)
                 slots -= max(0, (last + 1) * page_size - high)
                 i += 1
-        a[5], a[6], a[7] = live, entries, slots
+            if high > 0:
+                to_bind[j], to_bind[bound + j], to_bind[2 * bound + j] = reads[b], reads[count + b], low
+                to_bind[3 * bound + j], to_bind[4 * bound + j] = high - 1, reads[5 * count + b]
+                j += 1
+        a[5], a[6], a[7], a[8] = live, entries, slots, bound
 
     return compile_body(due)
 

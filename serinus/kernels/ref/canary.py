@@ -90,17 +90,19 @@ def digest_values(written: WrittenRows, *halves_TX: Tensor) -> None:
     written.sums_T2.copy_(add_digests(written.sums_T2, found_T2))
 
 
-def canary_due(reads_5B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.int64], int, int]:
+def canary_due(reads_6B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.int64], int, int, NDArray[np.int64]]:
     """Which pages of each sequence are due in a step; on the host, for every column.
 
     Args:
-        reads_5B: name, row, low and high (positions [low, high) may be verified) and stride of each sequence: page p is
-            due where high % stride == p % stride. Decoding, `high` grows by one in each step of the sequence, so that
-            each page is due in one of any `stride` steps of its own, in whatever steps of the engine they are.
+        reads_6B: name, row, low and high (positions [low, high) may be verified), stride and chain hash of each
+            sequence: page p is due where high % stride == p % stride. Decoding, `high` grows by one in each step of the
+            sequence, so that each page is due in one of any `stride` steps of its own, in whatever steps of the engine
+            they are.
     Returns: due_7B as `canary_plan` takes it, in the same order, without sequences that have nothing due; entries of
-        all due pages; how many of them are within [low, high).
+        all due pages; how many of them are within [low, high); bound_5B as `Watch.expand` takes it, of those sequences
+        that read anything.
     """
-    names, rows, low, high, strides = reads_5B
+    names, rows, low, high, strides, chains = reads_6B
     start_page, end_page = low // page_size, -(-high // page_size)
     first_page = start_page + (high - start_page) % strides
     page_count = np.maximum((end_page - first_page + strides - 1) // strides, 0)
@@ -113,7 +115,8 @@ def canary_due(reads_5B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.
     slot_count = int(((entries - before - behind) * (page_count > 0)).sum())
     offsets = np.cumsum(entries) - entries
     due_7B = np.stack((names, rows, low, high, first_page, strides, offsets))[:, page_count > 0]
-    return np.ascontiguousarray(due_7B), int(entries.sum()), slot_count
+    bound_5B = np.stack((names, rows, low, high - 1, chains))[:, high > 0]
+    return np.ascontiguousarray(due_7B), int(entries.sum()), slot_count, np.ascontiguousarray(bound_5B)
 
 
 def canary_plan(
