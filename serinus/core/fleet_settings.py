@@ -18,7 +18,7 @@ ROLES = ("prefill", "decode")
 """Of engines under `serinus up`; with `--prefill 0` those of `--decode` do both."""
 POLICIES = ("cache_aware", "least_loaded", "round_robin")
 """Of a router, by which it chooses decode engines."""
-_RANKS = ("tp_size", "pp_size")
+_RANKS = ("tp_size", "pp_size", "ep_size")
 
 
 @cache

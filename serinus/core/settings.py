@@ -401,6 +401,10 @@ class ParallelSettings:
     pp_size: int = setting(
         1, "stages that share the layers, one after the other", "--pipeline-parallel-size", low=1, high=_RANKS_MAX
     )
+    ep_size: int = setting(
+        1, "1 = each rank of a layer has a part of every expert; --tp-size = it has some experts whole",
+        "--expert-parallel-size", low=1, high=_RANKS_MAX,
+    )  # fmt: skip
     pp_layer_partition: str = setting(
         "", "layers of each stage, e.g. 10,12; default: even, the first stages have one more", metavar="N,N,..."
     )
@@ -427,6 +431,8 @@ class ParallelSettings:
                 f"config: --tp-size {self.tp_size} times --pp-size {self.pp_size} is {self.size} ranks,"
                 f" expected at most {_RANKS_MAX}"
             )
+        if self.ep_size not in (1, self.tp_size):
+            raise ConfigError(f"config: --ep-size is {self.ep_size}, expected 1 or --tp-size = {self.tp_size}")
         if self.size % self.nnodes:
             raise ConfigError(
                 f"config: --nnodes is {self.nnodes}, expected a divisor of the {self.size} ranks: each machine has as"

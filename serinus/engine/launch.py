@@ -104,6 +104,7 @@ def ready_of(built: Built, seconds: dict[str, float]) -> Ready:
             "window": spec.window or 0,
             "tp_size": config.parallel.tp_size,
             "pp_size": config.parallel.pp_size,
+            "ep_size": config.parallel.ep_size,
             "host_tokens": _host_tokens(built),
             "host_bytes": _host_bytes(built),
             "storage": config.cache.hicache_storage_dir,

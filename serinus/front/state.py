@@ -44,7 +44,16 @@ _WARNED_MAX = 100
 _PARSED_PER_CHAR = 8
 """Bytes of a body that are parsed in the time that one character takes to tokenize."""
 
-_ANSWER_DEPENDS_ON = ("model_signature", "architecture", "dtype", "kv_cache_dtype", "device", "tp_size", "pp_size")
+_ANSWER_DEPENDS_ON = (
+    "model_signature",
+    "architecture",
+    "dtype",
+    "kv_cache_dtype",
+    "device",
+    "tp_size",
+    "pp_size",
+    "ep_size",
+)
 """Of what an engine says of itself."""
 
 Prompt = str | list[int]

@@ -59,6 +59,8 @@ class PackedExperts:
     """[X, 2F], if the experts have biases."""
     down_bias: Tensor | None = None
     """Of the down projections, [X, E], likewise."""
+    is_part: bool = False
+    """A token's experts may be none of these: then their number is X."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,10 +72,10 @@ class ExpertSpec:
     gate: Literal["silu", "swiglu_oai"] = "silu"
     """The activation of an expert."""
 
-    @property
-    def narrowest(self) -> int:
-        """The inner width of the narrowest expert: every rank has some of each."""
-        return min(self.size, self.shared_size or self.size)
+    def ranks_max(self, *, whole: bool) -> int:
+        """Slices of a layer at most: each has some of the shared expert, and of every other one, or some `whole`."""
+        each = self.count if whole else self.size
+        return min(each, self.shared_size or each)
 
 
 def expert_fields(config: ConfigFields, family: ExpertFamily, layer_count: int) -> ExpertSpec | None:

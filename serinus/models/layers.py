@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -213,7 +213,7 @@ class _Layer:
         return torch.cat([rows[:-count], rows[-count:].index_select(0, self._order.to(rows.device))])
 
     def mixture(self) -> Mixture:
-        """The experts of this layer, of each the slice of this rank, and what chooses among them."""
+        """The experts of this layer, those or the slices of this rank, and what chooses among them."""
         spec = self._spec.experts
         assert spec is not None, "models: a mixture of a model that has none"
         router = self._named(*(f"{block}.{name}" for block in _BLOCKS for name in ("gate", "router", "router.layer")))
@@ -225,40 +225,45 @@ class _Layer:
             spec=spec,
             router=self._kernels.pack_linear(weight, bias),
             correction_X=self._take(correction, (spec.count,), dtype=torch.float32) if spec.corrected else None,
-            experts=self._experts(spec, block),
+            experts=replace(self._experts(spec, block), is_part=self._shard.ep > 1),
+            held=self._shard.experts(spec.count),
             shared=self._shared(spec) if spec.shared_size else None,
             scale=self._spec.residual_scale,
         )
 
     def _experts(self, spec: ExpertSpec, block: str) -> PackedExperts:
         """Stacked, as kernels read them; stored as stacks or one by one."""
-        hidden, size, span = self._spec.hidden_size, spec.size, share(spec.size, self._shard.tp, self._shard.tp_rank)
+        hidden, size, span = self._spec.hidden_size, spec.size, self._shard.expert_columns(spec.size)
+        held = self._shard.experts(spec.count)
         if spec.biased:
             base, mxfp4 = f"{self._base}{block}.experts", _is_mxfp4(self._spec)
-            first = self._shard.tp_rank == 0
-            return take_interleaved(self._source, base, spec, hidden, span, mxfp4=mxfp4, adds_bias=first)
+            adds = self._shard.tp_rank == 0 or self._shard.ep > 1
+            return take_interleaved(self._source, base, spec, hidden, held, span, mxfp4=mxfp4, adds_bias=adds)
         stacks = ("experts.gate_up_proj", "experts.down_proj"), ("input_linear.weight", "output_linear.weight")
         for gate_up, down in ((f"{block}.{rows}", f"{block}.{columns}") for rows, columns in stacks):
             if self._source.has(self._base + gate_up):
-                whole = (spec.count, 2 * size, hidden)
+                whole, some = (spec.count, 2 * size, hidden), held if len(held) < spec.count else None
                 halves = [range(first + span.start, first + span.stop) for first in (0, size)]
-                columns = self._take(down, (spec.count, hidden, size), None if len(span) == size else span, 2)
+                cut = (some, 0) if len(span) == size else (span, 2)
+                columns = self._take(down, (spec.count, hidden, size), *cut)
                 rows = [self._take(gate_up, whole, half, 1) for half in halves] if len(span) < size else []
-                return PackedExperts(gate_up=torch.cat(rows, 1) if rows else self._take(gate_up, whole), down=columns)
-        return self._single_experts(spec, f"{block}.experts", span)
+                return PackedExperts(
+                    gate_up=torch.cat(rows, 1) if rows else self._take(gate_up, whole, some), down=columns
+                )
+        return self._single_experts(spec, f"{block}.experts", held, span)
 
-    def _single_experts(self, spec: ExpertSpec, base: str, span: range) -> PackedExperts:
+    def _single_experts(self, spec: ExpertSpec, base: str, held: range, span: range) -> PackedExperts:
         """Three tensors each, gate_proj, up_proj and down_proj, or w1, w3 and w2."""
         hidden, part = self._spec.hidden_size, None if len(span) == spec.size else span
-        is_old = self._source.has(f"{self._base}{base}.0.w1.weight")
+        is_old = self._source.has(f"{self._base}{base}.{held.start}.w1.weight")
         gate, up, down = ("w1", "w3", "w2") if is_old else ("gate_proj", "up_proj", "down_proj")
         gate_up_X2FE = down_XEF = torch.empty(0)
-        for i in range(spec.count):
-            rows = [self._take(f"{base}.{i}.{name}.weight", (spec.size, hidden), part) for name in (gate, up)]
-            columns = self._take(f"{base}.{i}.{down}.weight", (hidden, spec.size), part, 1)
+        for i, number in enumerate(held):
+            rows = [self._take(f"{base}.{number}.{name}.weight", (spec.size, hidden), part) for name in (gate, up)]
+            columns = self._take(f"{base}.{number}.{down}.weight", (hidden, spec.size), part, 1)
             if not i:
-                gate_up_X2FE = rows[0].new_empty((spec.count, 2 * len(span), hidden))
-                down_XEF = columns.new_empty((spec.count, hidden, len(span)))
+                gate_up_X2FE = rows[0].new_empty((len(held), 2 * len(span), hidden))
+                down_XEF = columns.new_empty((len(held), hidden, len(span)))
             gate_up_X2FE[i, : len(span)], gate_up_X2FE[i, len(span) :], down_XEF[i] = *rows, columns
         return PackedExperts(gate_up=gate_up_X2FE, down=down_XEF)
 
@@ -397,6 +402,11 @@ class _Elsewhere:
             layer = int(index) if index.isdecimal() else -1
             if spec.layer_count <= layer < spec.layer_count + spec.extra_layers:
                 return True
+            number = rest.partition(".experts.")[2].partition(".")[0]
+            if spec.experts is not None and number.isdecimal() and int(number) < spec.experts.count:
+                if int(number) not in shard.experts(spec.experts.count):
+                    return True  # its rank knows what belongs there
+                rest = rest.replace(f".experts.{number}.", f".experts.{shard.experts(spec.experts.count).start}.")
             if not 0 <= layer < spec.layer_count or layer in shard.layers:
                 return False
             known = self._layers.get(self._is_mixture(layer))

@@ -28,7 +28,7 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """The experts of one layer, as far as a rank has them: of each a slice, but the router whole."""
+    """The experts of one layer, as far as a rank has them: of each a slice, or some whole, but the router whole."""
 
     spec: ExpertSpec
     """The rule by which tokens choose."""
@@ -37,7 +37,9 @@ class Mixture:
     correction_X: Tensor | None
     """Of the scores, for the choice; fp32."""
     experts: PackedExperts
-    """The projections of all of them."""
+    """The projections of those that it has."""
+    held: range
+    """Numbers of these among all."""
     shared: SharedExpert | None
     """The expert of all tokens; its down projection is scaled already."""
     scale: float
@@ -47,6 +49,9 @@ class Mixture:
         """What this rank's slices add to the stream, [T, E], of the normed stream. Costs no host wait of its own."""
         logits_TX = kernels.linear(x_TE.float(), self.router)
         weights_TK, ids_TK = choose_experts(logits_TX, self.spec, self.correction_X)
+        if self.experts.is_part:
+            here_TK = (ids_TK >= self.held.start) & (ids_TK < self.held.stop)
+            ids_TK = torch.where(here_TK, ids_TK - self.held.start, len(self.held))
         if self.scale != 1.0:
             weights_TK = weights_TK * self.scale
         added_TE = kernels.fused_moe(x_TE, weights_TK, ids_TK, self.experts, self.spec.gate)

@@ -168,10 +168,15 @@ class ModelSpec:
                 f"models: tp_size is {mesh.tp} and pp_size {mesh.pp} for {self.architecture}, which runs through"
                 " transformers, expected 1 of both"
             )
-        if self.experts is not None and mesh.tp > self.experts.narrowest:
-            raise ConfigError(
-                f"models: tp_size is {mesh.tp}, expected at most {self.experts.narrowest}, the inner width of an expert"
+        if self.experts is None and mesh.ep > 1:
+            raise ConfigError(f"models: ep_size is {mesh.ep} for {self.architecture}, which has no experts, expected 1")
+        if self.experts is not None and mesh.tp > (most := self.experts.ranks_max(whole=mesh.ep > 1)):
+            what = (
+                "experts of a layer, or the inner width of the shared one"
+                if mesh.ep > 1
+                else "inner width of an expert"
             )
+            raise ConfigError(f"models: tp_size is {mesh.tp}, expected at most {most}, the {what}")
         return shards_of(
             mesh,
             layer_count=self.layer_count,

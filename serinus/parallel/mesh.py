@@ -21,11 +21,15 @@ class Mesh:
     """Slices of every layer."""
     pp: int = 1
     """Stages, each with some of the layers."""
+    ep: int = 1
+    """Among how many slices of a stage whole experts are shared: 1 (each slice has a part of every expert) or tp."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"parallel: {name}_size is {getattr(self, name)}, expected at least 1")
+        if self.ep not in (1, self.tp):
+            raise ConfigError(f"parallel: ep_size is {self.ep}, expected 1 or tp_size = {self.tp}")
 
     @property
     def size(self) -> int:
@@ -91,6 +95,8 @@ class Shard:
     """Columns inside the MLP."""
     vocab: range
     """Rows of the embedding and of the output head, in the first and the last stage."""
+    ep: int = 1
+    """As of the mesh."""
     vocab_share: int
     """Rows of the largest such range: every rank computes so many logits, what lies beyond its rows being padding."""
 
@@ -108,6 +114,14 @@ class Shard:
     def name(self) -> str:
         """As logs and errors call it."""
         return f"TP{self.tp_rank} PP{self.pp_rank}"
+
+    def experts(self, count: int) -> range:
+        """Of so many experts of a layer those of which this rank has anything."""
+        return share(count, self.tp, self.tp_rank) if self.ep > 1 else range(count)
+
+    def expert_columns(self, size: int) -> range:
+        """What it has of the inner width of each of these."""
+        return range(size) if self.ep > 1 else share(size, self.tp, self.tp_rank)
 
 
 def share(total: int, parts: int, index: int) -> range:
@@ -153,6 +167,7 @@ def shards_of(
             pp_rank=stage,
             tp=mesh.tp,
             pp=mesh.pp,
+            ep=mesh.ep,
             layers=layers,
             heads=range(i * heads, (i + 1) * heads),
             kv_heads=range(kv_heads) if is_latent else range(i * kv_heads, (i + 1) * kv_heads),

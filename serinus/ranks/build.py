@@ -142,7 +142,8 @@ def build_rank(
     dtype, kv_dtype = _dtypes(config, spec, device, kernels)
     context = context_of(config, spec)
     peers = [each for each in config.parallel.local_ranks if mesh.pp_rank(each) == mesh.pp_rank(rank)]
-    digests = TensorDigests(index=peers.index(rank), count=len(peers))
+    alone = mesh.ep > 1  # tensors of whole experts are taken by one rank alone
+    digests = TensorDigests(index=0 if alone else peers.index(rank), count=1 if alone else len(peers))
     progress = LoadProgress(clock)
     with torch.inference_mode():
         model = load_model(

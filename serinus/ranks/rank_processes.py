@@ -40,7 +40,7 @@ _VERDICT_S: Final = 3.0
 
 def mesh_of(config: ServeConfig) -> Mesh:
     """The ranks of an engine of these settings."""
-    return Mesh(tp=config.parallel.tp_size, pp=config.parallel.pp_size)
+    return Mesh(tp=config.parallel.tp_size, pp=config.parallel.pp_size, ep=config.parallel.ep_size)
 
 
 def rank_words(config_file: Path, rank: int, leader: str) -> list[str]:

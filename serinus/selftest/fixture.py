@@ -112,7 +112,7 @@ class CanaryPDFixture:
             if text:
                 planned = {"kv_canary_perturb": text, **gate} if armed else {"kv_canary_perturb_api": True}
                 own[side] = {**planned, **own[side]}
-        self.mesh = Mesh(tp=settings.get("tp_size", 1), pp=settings.get("pp_size", 1))
+        self.mesh = Mesh(**{name: settings.get(f"{name}_size", 1) for name in ("tp", "pp", "ep")})
         """The ranks of each of the two engines."""
         with ExitStack() as undo:
             starter = partial(_threads, undo.enter_context(PrivateFolder())) if self.mesh.size > 1 else None

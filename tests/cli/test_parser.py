@@ -127,6 +127,7 @@ def test_the_model_may_stand_alone_or_behind_its_flag_but_not_be_two() -> None:
         (["serve", "m", "--trust-remote-code"], "never runs code that comes with a checkpoint"),
         (["serve", "m", "--tensor-parallel-size", "0"], "--tp-size is 0, expected at least 1"),
         (["serve", "m", "--pp-size", "2", "--pp-layer-partition", "3"], "1 stages, expected --pp-size = 2 of them"),
+        (["serve", "m", "--tp-size", "4", "--ep-size", "2"], "--ep-size is 2, expected 1 or --tp-size = 4"),
         (["serve", "m", "--tp-size", "3", "--nnodes", "2"], "--nnodes is 2, expected a divisor of the 3 ranks"),
         (["serve", "m", "--tp-size", "2", "--nnodes", "2"], "expected HOST:PORT of machine 0"),
         (["serve", "m", "--tp-size", "2", "--nnodes", "2", "--dist-init-addr", "::1:5000"], "as in [::1]:5000"),

@@ -61,8 +61,8 @@ def test_each_role_may_have_its_own_canary(words: str, prefill: object, decode: 
 
 def test_every_flag_of_a_role_reaches_the_engines_of_that_role_alone() -> None:
     values: dict[str, Any] = {
-        "tp_size": 2, "pp_size": 2, "kv_canary": "heal", "kv_canary_real_data": "partial", "kv_canary_coverage": "full",
-        "kv_canary_stream": "confirmed",
+        "tp_size": 2, "pp_size": 2, "ep_size": 2, "kv_canary": "heal", "kv_canary_real_data": "partial",
+        "kv_canary_coverage": "full", "kv_canary_stream": "confirmed",
         "kv_canary_perturb": "real_kv_used=1", "kv_canary_perturb_target": "swa", "kv_canary_perturb_api": True,
     }  # fmt: skip
     for role in ("prefill", "decode"):
@@ -74,7 +74,7 @@ def test_every_flag_of_a_role_reaches_the_engines_of_that_role_alone() -> None:
             words += [item.flag] if value is True else [item.flag, str(value)]
         for config in group(*words):
             for item, value in given.items():
-                got = getattr(config.parallel if item.name in ("tp_size", "pp_size") else config.canary, item.name)
+                got = getattr(config.parallel if item.name.endswith("p_size") else config.canary, item.name)
                 assert (got == value) == (config.role == role), f"{item.flag}: {got!r} in {config.engine_name}"
 
 

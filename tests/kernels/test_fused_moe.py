@@ -49,6 +49,21 @@ def test_the_sums_are_those_of_the_reference(dtype: torch.dtype, biased: bool, g
 
 
 @pytest.mark.parametrize("column", ["ref", "cpu"])
+@pytest.mark.parametrize("tokens", [1, 9, 20 * ROWS_MAX])
+def test_two_halves_of_the_experts_add_up_to_what_all_of_them_add(column: str, tokens: int) -> None:
+    x_TE, weights_TK, ids_TK = choices(tokens)
+    packed, total, half = experts(torch.float32, biased=True), torch.zeros_like(x_TE), COUNT // 2
+    for first in (0, half):
+        stacks = {name: getattr(packed, name)[first : first + half] for name in ("gate_up", "down")}
+        biases = {name: getattr(packed, name)[first : first + half] for name in ("gate_up_bias", "down_bias")}
+        own_TK = torch.where((ids_TK >= first) & (ids_TK < first + half), ids_TK - first, half)
+        part = PackedExperts(**stacks, **biases, is_part=True)
+        total += load("cpu", column).fused_moe(x_TE, weights_TK, own_TK, part, "silu")
+    expected = load("cpu", column).fused_moe(x_TE, weights_TK, ids_TK, packed, "silu")
+    assert torch.allclose(total, expected, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("column", ["ref", "cpu"])
 @pytest.mark.parametrize("tokens", [4, 4 * ROWS_MAX])
 def test_experts_that_no_token_chose_are_not_read(column: str, tokens: int) -> None:
     packed = experts(torch.float32, biased=False)

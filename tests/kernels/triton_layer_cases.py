@@ -66,8 +66,11 @@ def experts(seed: int, device: str) -> str:
     x = drawn(generator, device, dtype, tokens, width)
     ids = torch.stack([torch.randperm(count, generator=generator)[:chosen] for _ in range(tokens)]).to(device)
     weights = torch.rand((tokens, chosen), generator=generator).to(device)
-    has_bias = rng.random() < 0.5
+    has_bias, is_part = rng.random() < 0.5, rng.random() < 0.4
+    if is_part:
+        count -= 1  # the last one is none of these
     packed = PackedExperts(
+        is_part=is_part,
         gate_up=drawn(generator, device, dtype, count, 2 * inner, width, scale=0.3),
         down=drawn(generator, device, dtype, count, width, inner, scale=0.3),
         gate_up_bias=drawn(generator, device, dtype, count, 2 * inner) if has_bias else None,

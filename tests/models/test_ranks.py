@@ -51,6 +51,7 @@ FAMILIES = {
     "deepseek_v3": {"layers": 3, "attention_bias": True, "moe_intermediate_size": 33},
 }
 """Odd widths and vocabularies, tied heads, shards of files, biases, windows, caps: all that ranks cut differently."""
+MIXTURES = ("qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,28 @@ def test_a_mesh_gives_the_greedy_tokens_of_one_process_in_fp32(
     alone, _ = engine(families[family], torch.float32)
     with _ranked(families[family], MESHES[mesh], torch.float32) as (direct, _):
         assert _answer(direct).output == _answer(alone).output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [Mesh(tp=2, ep=2), Mesh(tp=2, pp=2, ep=2)])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_ranks_with_whole_experts_give_the_greedy_tokens_of_one_process_in_fp32(
+    families: dict[str, Path], family: str, mesh: Mesh
+) -> None:
+    """Each reads its own experts alone: between them as much as one process does."""
+    path = families[family]
+    alone, _ = engine(path, torch.float32)
+    with _ranked(path, mesh, torch.float32) as (direct, runner):
+        assert _answer(direct).output == _answer(alone).output
+        held = [mix for rank in runner.ranks for mix in rank.model._mixtures if mix is not None]
+        assert all(len(mix.experts.down) == len(mix.held) == mix.spec.count // 2 for mix in held)
+        assert all(mix.experts.down.shape[2] == mix.spec.size for mix in held)
+    spec = load_spec(path)
+    _, whole = _taken(path, spec.shards(Mesh())[0])
+    ranks = [_taken(path, shard)[1] for shard in spec.shards(mesh)]
+    stacks = [name for name in whole if ".experts." in name and "shared" not in name]
+    assert stacks
+    assert {name: sum(taken.get(name, 0) for taken in ranks) for name in stacks} == {n: whole[n] for n in stacks}
 
 
 @pytest.mark.slow
@@ -306,6 +329,10 @@ def test_a_model_that_does_not_fit_the_mesh_is_refused_with_the_reason(tmp_path:
     spec = load_spec(make_toy(tmp_path, layers=3, kv_heads=2, tokenizer=False))
     with pytest.raises(ConfigError, match="tp_size is 4, expected a divisor of 2, the model's KV heads"):
         spec.shards(Mesh(tp=4))
+    with pytest.raises(ConfigError, match="ep_size is 2 for SerinusToyForCausalLM, which has no experts, expected 1"):
+        spec.shards(Mesh(tp=2, ep=2))
+    with pytest.raises(ConfigError, match="ep_size is 2, expected 1 or tp_size = 4"):
+        Mesh(tp=4, ep=2)
     with pytest.raises(ConfigError, match="pp_size is 4, expected at most 3, the model's layers"):
         spec.shards(Mesh(pp=4))
     with pytest.raises(ConfigError, match="pp_layer_partition is 2,2"):

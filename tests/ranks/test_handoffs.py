@@ -147,10 +147,11 @@ def test_a_real_model_with_kv_in_fp8_answers_what_one_engine_of_its_slices_answe
 
 @pytest.mark.proof
 @pytest.mark.parametrize(("prefill", "decode"), [((2, 2), (1, 2))])
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize(("family", "ep"), [("llama", 1), ("deepseek_v3", 1), ("deepseek_v3", 2), ("gpt_oss", 2)])
 def test_a_real_model_answers_what_one_engine_answers(
-    tmp_path: Path, prefill: tuple[int, int], decode: tuple[int, int], family: str
+    tmp_path: Path, prefill: tuple[int, int], decode: tuple[int, int], family: str, ep: int
 ) -> None:
+    """`ep`: of the prefill engine. Engines whose ranks hold experts otherwise have the same weights."""
     path = make_checkpoint(tmp_path, family, layers=4, vocab=320, tokenizer=False)
     prompts = {f"r{i}": [(37 * i + 11 * j) % 320 for j in range(9 + 8 * i)] for i in range(4)}
     with crew(path, dtype="float32") as alone:
@@ -159,7 +160,7 @@ def test_a_real_model_answers_what_one_engine_answers(
         alone.run()
         expected = {rid: alone.tokens(rid) for rid in prompts}
     ours, theirs = ({"tp_size": tp, "pp_size": pp} for tp, pp in (prefill, decode))
-    with pair(path, ours, theirs, dtype="float32") as engines:
+    with pair(path, ours | {"ep_size": ep}, theirs, dtype="float32") as engines:
         for rid, prompt in prompts.items():
             engines.add(rid, prompt, 8)
         engines.run()

@@ -45,7 +45,7 @@ def fused_moe(x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, packed: PackedEx
     check_fused_moe(x_TE, weights_TK, ids_TK, packed)
     flat_P = ids_TK.numpy().reshape(-1)
     order_P = flat_P.argsort(kind="stable")
-    counts_X = np.bincount(flat_P, minlength=len(packed.gate_up))
+    counts_X = np.bincount(flat_P, minlength=len(packed.gate_up))[: len(packed.gate_up)]  # those elsewhere are last
     hits_H = counts_X.nonzero()[0]
     tokens_P = order_P // max(1, ids_TK.shape[1])
     weights_P = weights_TK.numpy().reshape(-1)[order_P]

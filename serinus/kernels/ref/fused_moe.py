@@ -25,7 +25,7 @@ def fused_moe(
     Args:
         x_TE: fp32, bf16 or fp16.
         weights_TK: fp32, of each token's experts.
-        ids_TK: int64, their numbers; those of a token differ.
+        ids_TK: int64, their numbers, and X for each that is none of these (`is_part`); else those of a token differ.
         packed: the experts' projections, in the dtype of x.
         gate: silu(gate) * up; or `swiglu_oai`: (up + 1) * gate * sigmoid(1.702 gate), gate at most 7 and up from -7
             to 7.
@@ -36,7 +36,7 @@ def fused_moe(
     """
     check_fused_moe(x_TE, weights_TK, ids_TK, packed)
     out_TE = torch.zeros_like(x_TE, dtype=torch.float32)
-    for expert in sorted(set(ids_TK.flatten().tolist())):
+    for expert in sorted(set(ids_TK.flatten().tolist()) - {len(packed.gate_up)}):
         tokens, places = torch.where(ids_TK == expert)
         bias = None if packed.gate_up_bias is None else packed.gate_up_bias[expert]
         inner = expert_gate(F.linear(x_TE[tokens], packed.gate_up[expert], bias), gate)

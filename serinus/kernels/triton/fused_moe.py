@@ -94,7 +94,8 @@ def run_experts(
         ids_TK, order_P, ends_X, tiles_2G, pairs, tiles, COUNT=count, COUNT_UP=int(triton.next_power_of_2(count + 1)),
         ROWS=rows, BLOCK=block, num_warps=max(4, min(16, block // 256)),
     )  # fmt: skip
-    inner_PF, added_PE = x_TE.new_empty((pairs, inner)), x_TE.new_empty((pairs, width))
+    inner_PF = x_TE.new_empty((pairs, inner))
+    added_PE = (x_TE.new_zeros if packed.is_part else x_TE.new_empty)((pairs, width))
     for cut, down, left, stack, bias, out in (
         (cuts[0], False, x_TE, packed.gate_up, packed.gate_up_bias, inner_PF),
         (cuts[1], True, inner_PF, packed.down, packed.down_bias, added_PE),
