@@ -371,7 +371,7 @@ class _Recorder:
         self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        self.names.append(name)
+        self.names += [name, *(self._source.names_of(name.removesuffix(".weight")) if name.endswith(".weight") else ())]
         return self._source.take(name, shape, span, dim, dtype)
 
     def linear(self, name: str, shape: tuple[int, int], span: range | None = None, dim: int = 0) -> _Weight:
