@@ -72,9 +72,7 @@ class Matches:
         # Each stamp is held against that of the other half too, which may be the first to be reported.
         for indices, halves in ((known, ""), (faults, "own"), (faults, "other"), (faults, "")):
             for index in indices:
-                if (halves or indices is known) and not self._fits(index, violation):
-                    continue
-                if self._explains(self._planted[index], side, violation, halves):
+                if self._fits(index, violation) and self._explains(self._planted[index], side, violation, halves):
                     self.by_fault[index].append((side, violation))
                     return
         self.unexplained.append((side, violation))

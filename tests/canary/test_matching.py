@@ -59,6 +59,27 @@ def test_what_follows_on_the_other_half_is_of_the_same_fault() -> None:
     assert not matches.unexplained
 
 
+def test_what_follows_from_a_stamp_may_be_the_first_that_is_told_of_it_and_of_no_fault_of_another_page() -> None:
+    """The prompt ends behind the damaged slot: it is bound to its request before it is held against its twin."""
+    place = Place(lane="TAIL_V", field="token")
+    faults = [planted("tier_bytes", 3, place), planted("tier_bytes", 3, place)]
+    first = [report("TAIL_V", 19, Reason.VERIFY_TOKEN, "r1"), report("HOST_V", 19, Reason.VERIFY_TOKEN, "")]
+    second = [
+        report("TAIL_V", 39, Reason.VERIFY_CHAIN_HASH, "r2"),
+        report("TAIL_K", 39, Reason.VERIFY_TOKEN, "r2"),
+        report("TAIL_V", 39, Reason.VERIFY_TOKEN, "r2"),
+        report("TAIL_V", 40, Reason.VERIFY_CHAIN_HASH, "r2"),
+    ]
+    matches = matched(faults, [*first, *second], "decode", PAGE)
+    assert matches.by_fault == [first, second]
+    assert matches.detected() == [2, 2]
+    assert not matches.unexplained
+    other = report("TAIL_V", 59, Reason.VERIFY_CHAIN_HASH, "r3")
+    assert matched(faults, [*first, *second, other], "decode", PAGE).unexplained == [other]
+    # What follows alone is not the report that a fault must have.
+    assert matched(faults, [*first, second[0]], "decode", PAGE).detected() == [2, None]
+
+
 def test_a_chunk_that_was_under_way_is_written_on_the_foreign_chain_and_found_at_its_last_slot() -> None:
     """With two stages: the entry of position 7 is wrong, a chunk of the positions 8 to 15 goes on from there."""
     fault = planted("req_to_token", 9, None, position=7, rid="r")
