@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from serinus.canary import Violation
 from serinus.canary.perturb import Injection
 from serinus.canary.perturb.plan import Place
@@ -78,6 +80,21 @@ def test_what_follows_from_a_stamp_may_be_the_first_that_is_told_of_it_and_of_no
     assert matched(faults, [*first, *second, other], "decode", PAGE).unexplained == [other]
     # What follows alone is not the report that a fault must have.
     assert matched(faults, [*first, second[0]], "decode", PAGE).detected() == [2, None]
+
+
+def test_of_latent_rows_the_twin_of_a_damaged_token_is_told_too_and_is_not_the_report_that_there_must_be() -> None:
+    def latent(tag: str, reasons: Reason) -> tuple[str, Violation]:
+        side, violation = report(tag, 6, reasons, "r")
+        return side, replace(violation, tag=f"{tag}_LATENT", part=Part.LATENT)
+
+    fault = planted("tier_bytes", 2, Place(lane="TAIL_K", field="token"))
+    fault = replace(fault, injection=replace(fault.injection, part="LATENT"))
+    twin, own = latent("HEAD_K", Reason.VERIFY_TOKEN), latent("TAIL_K", Reason.VERIFY_TOKEN)
+    assert matched([fault], [twin, own], "decode", PAGE).unexplained == []
+    assert matched([fault], [twin, own], "decode", PAGE).detected() == [2]
+    assert matched([fault], [twin], "decode", PAGE).detected() == [None]
+    other = latent("HEAD_K", Reason.VERIFY_POSITION)
+    assert matched([fault], [other, own], "decode", PAGE).unexplained == [other]
 
 
 def test_a_chunk_that_was_under_way_is_written_on_the_foreign_chain_and_found_at_its_last_slot() -> None:
