@@ -28,13 +28,13 @@ from serinus.parallel import Mesh
 from serinus.testing.direct import DirectEngine, DirectSeq
 from serinus.testing.ranked import ranked_engine
 from tests.models.parity import GREEDY, Recorder, random_ids
-from tests.models.test_parity import LOADED, MIXTURES, UNNORMED
+from tests.models.test_parity import LOADED, MIXTURES, OP_BY_OP
 
 SIZES = {"hidden": 128, "intermediate": 256, "heads": 4, "kv_heads": 2, "head_size": 64, "layers": 2}
 LENGTHS = (5, 40, 17)
 PAGE = 8
-OLD = [name for name in FAMILIES if name not in (*LOADED, *MIXTURES, *UNNORMED)]
-"""Layers with experts, and those without norms before them, always go op by op."""
+OLD = [name for name in FAMILIES if name not in (*LOADED, *MIXTURES, *OP_BY_OP)]
+"""Layers with experts, and those whose norms stand elsewhere than before both halves, always go op by op."""
 HAS = host_has("avx512bf16")
 """Without it every step goes op by op, and gives the same."""
 
