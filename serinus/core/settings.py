@@ -46,7 +46,7 @@ class ModelSettings:
     dtype: str = setting(
         "auto",
         "type of weights and activations; auto = bfloat16 where the device has it, else float16 on a GPU (float32 for"
-        " Gemma) and float32 on a CPU",
+        " Gemma) and float32 on a CPU; bfloat16 on a CPU that has none: KV and activations are, weights are widened",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     load_format: str = setting(

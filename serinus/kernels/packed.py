@@ -42,6 +42,8 @@ class PackedLinear:
     """Whether the weight was reordered for a kernel of this column."""
     rows: RowBlocks | None = None
     """How a kernel for few rows reads the weight; None: only oneDNN can, or the weight is plain."""
+    widened: bool = False
+    """Whether `weight` and `bias_O` are fp32 of a layer in bf16, for a processor that multiplies no bf16."""
     quantized: QuantizedWeight | None = None
     """Of a quantized weight that is as it was: all of it."""
 

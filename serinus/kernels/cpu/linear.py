@@ -8,6 +8,9 @@ The result of a row does not depend, to the bit, on how many others are in the c
 for two rows or more, and a single row that is left to oneDNN, which would sum that in other parts, goes there together
 with a copy of itself. Processors with AMX are the exception: there oneDNN itself sums few rows in another order than
 many, and the last bits of a row may depend on its company.
+
+Where oneDNN has no bf16 (processors without AVX512), weights of bf16 are widened as they are packed: twice the memory,
+products in fp32, results rounded to bf16.
 """
 
 from __future__ import annotations
@@ -40,17 +43,22 @@ def pack_linear(weight: Tensor | QuantizedWeight, bias_O: Tensor | None) -> Pack
         values, blocks = packed_blocks(quantized)
         bias = None if bias_O is None else bias_O.detach().clone()
         return PackedLinear(weight=values, bias_O=bias, in_size=in_size, out_size=out_size, blocked=True, rows=blocks)
+    widened = weight_OI.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if widened:
+        weight_OI, bias_O = weight_OI.float(), None if bias_O is None else bias_O.float()
     blocked: Tensor = _reorder(weight_OI.detach(), _BATCH_HINT)
     collapse_to_huge_pages(torch.ops.mkldnn.data_ptr(blocked), torch.ops.mkldnn._nbytes(blocked))
     bias = None if bias_O is None else bias_O.detach().clone()
     rows = None if bias is not None and bias.dtype != torch.bfloat16 else find_blocks(weight_OI, blocked)
     if rows is not None:
         row_linear.warm()  # loading a model may wait for a compiler, the first request may not
-    return PackedLinear(weight=blocked, bias_O=bias, in_size=in_size, out_size=out_size, blocked=True, rows=rows)
+    return PackedLinear(
+        weight=blocked, bias_O=bias, in_size=in_size, out_size=out_size, blocked=True, rows=rows, widened=widened
+    )
 
 
 def linear(x_TI: Tensor, packed: PackedLinear) -> Tensor:
-    """x @ weight.T + bias. Raises ValueError: the weight was packed by another column."""
+    """x @ weight.T + bias. Raises ValueError: the weight was packed by another column, or for rows of another type."""
     if not packed.blocked:
         raise ValueError("kernels: linear of column cpu got a plain weight, expected one packed by column cpu")
     rows = x_TI.shape[0]
@@ -80,5 +88,10 @@ def _multiply_quantized(x_TI: Tensor, packed: PackedLinear, blocks: RowBlocks) -
 
 
 def _multiply_blocked(x_TI: Tensor, packed: PackedLinear) -> Tensor:
+    if packed.widened:
+        if x_TI.dtype != torch.bfloat16:
+            raise ValueError(f"kernels: linear got rows of {x_TI.dtype}, expected those of its weight, torch.bfloat16")
+        wide: Tensor = _multiply(x_TI.float(), packed.weight, packed.bias_O, "none", [], "")
+        return wide.to(torch.bfloat16)
     out: Tensor = _multiply(x_TI, packed.weight, packed.bias_O, "none", [], "")
     return out
