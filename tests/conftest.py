@@ -1,9 +1,10 @@
 """The log is left as each test found it; a busy machine is no failure of a property test. Tests of several accelerators
-are skipped where there are fewer."""
+are skipped where there are fewer. Ctrl-C arrives, also where the suite runs behind a shell's `&`."""
 
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -11,6 +12,12 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile("serinus", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("serinus")
+
+
+def pytest_configure() -> None:
+    """Shells let a command behind `&` and its children ignore SIGINT, which tests of Ctrl-C send."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
