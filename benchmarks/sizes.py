@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from job import PROMPT, REQUESTS, floors, serinus_run
-from model import checkpoint_221m
+from model import checkpoint_221m, made_elsewhere
 from report import bandwidth, emit, matmul_rate
 
 from serinus.core.clock import WallClock
@@ -31,7 +31,6 @@ from serinus.core.config import ServeConfig, from_names
 from serinus.core.rng import Rng
 from serinus.engine import build_engine
 from serinus.kernels import load
-from serinus.models.small_checkpoints import make_checkpoint
 
 CLOCK = WallClock()
 THREADS = (1, 2, 4, 8)
@@ -47,13 +46,10 @@ def checkpoint(name: str, folder: Path) -> Path:
     """Made where it is not there."""
     if name == "221m":
         return checkpoint_221m(folder / name)
-    path = folder / name
-    if not (path / "config.json").exists():
-        make_checkpoint(
-            path, "qwen3", **SHAPES[name], layers=28, heads=16, kv_heads=8, head_size=128, vocab=151936, context=4096,
-            tied=True, dtype="bfloat16", tokenizer=False,
-        )  # fmt: skip
-    return path
+    return made_elsewhere(
+        folder / name, **SHAPES[name], layers=28, heads=16, kv_heads=8, head_size=128, vocab=151936, context=4096,
+        tied=True, dtype="bfloat16", tokenizer=False,
+    )  # fmt: skip
 
 
 def measure(name: str, path: Path, threads: int, rounds: int) -> dict[str, float]:
@@ -74,8 +70,9 @@ def measure(name: str, path: Path, threads: int, rounds: int) -> dict[str, float
     serinus_run(built, prompts(0, 16), 4)
     runs = [serinus_run(built, prompts(index, PROMPT), output) for index in range(1, rounds + 1)]
     best = min(runs, key=lambda run: run.prefill_s + run.decode_s)
-    kernels = load("cpu")
-    floor = floors(built.spec, bandwidth(kernels, torch.bfloat16), matmul_rate(kernels, torch.bfloat16), output)
+    floor = floors(
+        built, bandwidth(load("cpu"), dtype := built.pool.spec.dtype), matmul_rate(load("cpu"), dtype), output
+    )
     return {
         "seconds": round(best.prefill_s + best.decode_s, 2),
         "prefill_tok_per_s": round(REQUESTS * PROMPT / best.prefill_s, 1),
