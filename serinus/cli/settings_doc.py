@@ -21,6 +21,7 @@ _ROLES = """**Engines of one role.**
 What holds for all engines may have another value in prefill engines, or in decode engines (with `--prefill 0`: in those
 that do both). A switch that is on for all goes off for a role by `--no-prefill-...`, or by `false` in a variable or a
 file. `--prefill-kv-canary none` leaves those engines without a canary, whatever else is set for the canary of all.
+`--mem-fraction-static` is what the engines of one device take together; given for a role, what those of the role do.
 """
 _PAGES: tuple[tuple[str, str, type[ConfigTree], frozenset[str]], ...] = (
     ("serinus serve MODEL", "One engine and its HTTP server.", ServeConfig, frozenset()),

@@ -41,7 +41,7 @@ _GROUPS: dict[str, type] = {
 }  # fmt: skip
 _ROUTER_PORT = 8000
 _TreeT = TypeVar("_TreeT", bound="ConfigTree")
-_GroupT = TypeVar("_GroupT", ParallelSettings, CanarySettings)
+_GroupT = TypeVar("_GroupT", ModelSettings, MemorySettings, ScheduleSettings, ParallelSettings, CanarySettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +164,8 @@ class UpConfig(EngineConfig):
                 check_value(setting, value)
                 if role == "prefill" and not self.up.prefill:
                     raise ConfigError(f"config: {setting.flag} is {value!r} with --prefill 0, expected prefill engines")
-            self.ranks_of(role)
-            self.canary_of(role)
+            if getattr(self.up, role):
+                self.engine(role=role, name=role, port=0, threads=1)
             self.ray.between(role, getattr(self.up, role))
 
     def ranks_of(self, role: str) -> ParallelSettings:
@@ -177,6 +177,23 @@ class UpConfig(EngineConfig):
         own = self.prefill if role == "prefill" else self.decode
         return self._of_role(CanarySettings(kv_canary="none") if own.get("kv_canary") == "none" else self.canary, role)
 
+    def memory_of(self, role: str) -> MemorySettings:
+        """The sizes of the pools of an engine of this role, where it has its device to itself."""
+        return self._of_role(self.memory, role)
+
+    def _shared_memory_of(self, role: str) -> MemorySettings:
+        """The same, where it shares its device: a fraction is what engines take together, those of its role where it
+        was given for that role, else all of this device."""
+        memory, device = self.memory_of(role), self._of_role(self.model, role).device
+        if memory.mem_fraction_static is None:
+            return memory
+        sharers = [other for other in ROLES if self._of_role(self.model, other).device == device]
+        own = "prefill" if role == "prefill" else "decode"
+        if "mem_fraction_static" in getattr(self, own):
+            sharers = [own]
+        count = sum(getattr(self.up, sharer) for sharer in sharers)
+        return replace(memory, mem_fraction_static=memory.mem_fraction_static / count)
+
     def _of_role(self, group: _GroupT, role: str) -> _GroupT:
         given = self.prefill if role == "prefill" else self.decode
         own: dict[str, Any] = {item.name: given[item.name] for item in settings_of(type(group)) if item.name in given}
@@ -187,11 +204,8 @@ class UpConfig(EngineConfig):
 
     def engine(self, *, role: str, name: str, port: int, threads: int) -> ServeConfig:
         """The settings of one engine: `role` unified, prefill or decode, on loopback, on `port`."""
-        engines = self.up.prefill + self.up.decode
-        fraction = self.memory.mem_fraction_static
-        memory = self.memory if fraction is None else replace(self.memory, mem_fraction_static=fraction / engines)
         return ServeConfig(
-            model=self.model,
+            model=self._of_role(self.model, role),
             server=replace(
                 self.server,
                 host="127.0.0.1",
@@ -200,8 +214,8 @@ class UpConfig(EngineConfig):
                 ssl_certfile="",
                 ssl_keyfile="",  # the router has TLS
             ),
-            memory=memory,
-            sched=self.sched,
+            memory=self._shared_memory_of(role),
+            sched=self._of_role(self.sched, role),
             cache=self.cache,
             pd=replace(self.pd, mode="null" if role == "unified" else role, bootstrap_port=0),
             parallel=self.ranks_of(role),

@@ -12,20 +12,26 @@ from typing import Any
 from serinus.core.canary_settings import CanarySettings
 from serinus.core.errors import ConfigError
 from serinus.core.setting import Setting, check_fields, of_role, setting, settings_of
-from serinus.core.settings import ParallelSettings
+from serinus.core.settings import MemorySettings, ModelSettings, ParallelSettings, ScheduleSettings
 
 ROLES = ("prefill", "decode")
 """Of engines under `serinus up`; with `--prefill 0` those of `--decode` do both."""
 POLICIES = ("cache_aware", "least_loaded", "round_robin")
 """Of a router, by which it chooses decode engines."""
-_RANKS = ("tp_size", "pp_size", "ep_size")
+_OF_ROLES = {
+    ModelSettings: ("device",),
+    MemorySettings: ("page_size", "max_total_tokens", "mem_fraction_static"),
+    ScheduleSettings: ("max_running_requests", "chunked_prefill_size"),
+    ParallelSettings: ("tp_size", "pp_size", "ep_size"),
+    CanarySettings: tuple(item.name for item in settings_of(CanarySettings)),
+}
 
 
 @cache
 def role_settings(role: str) -> tuple[Setting, ...]:
-    """The settings that engines of one role may have otherwise than all: their ranks and their canary."""
-    ranks = [item for item in settings_of(ParallelSettings) if item.name in _RANKS]
-    return tuple(of_role(item, role) for item in (*ranks, *settings_of(CanarySettings)))
+    """The settings that engines of one role may have otherwise than all: device, pages, sizes, ranks, canary."""
+    own = (item for group, names in _OF_ROLES.items() for item in settings_of(group) if item.name in names)
+    return tuple(of_role(item, role) for item in own)
 
 
 def _policy() -> Any:

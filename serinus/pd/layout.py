@@ -31,6 +31,11 @@ _EQUAL: Final = (
     "model", "kv_dtype", "layer_count", "kv_head_count", "head_size", "lanes", "layer_parts", "window", "stamp_bytes",
     "stamp_data",
 )  # fmt: skip
+_RULES: Final[Mapping[str, str]] = {
+    "kv_dtype": "; KV is not converted on its way: give both engines one --dtype and one --kv-cache-dtype",
+}
+"""What to do about a field, where that is not plain."""
+_WHOLE: Final = "; the data backend moves pages whole, others cut them anew"
 _RECUT: Final = ("page_size", "tp", "pp", "stage_layers")
 RANKS_MAX: Final = 1024
 LAYERS_MAX: Final = 4096
@@ -183,7 +188,7 @@ def difference(ours: LayoutSignature, theirs: LayoutSignature, *, can_recut: boo
     for name in (*_EQUAL, *(() if can_recut else _RECUT)):
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine != other:
-            rule = "; the data backend moves pages whole, others cut them anew" if name in _RECUT else ""
+            rule = _RULES.get(name, _WHOLE if name in _RECUT else "")
             return f"layout differs in {name}: {mine!r} here, {other!r} there{rule}"
     try:
         _check(theirs)

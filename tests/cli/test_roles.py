@@ -64,6 +64,8 @@ def test_every_flag_of_a_role_reaches_the_engines_of_that_role_alone() -> None:
         "tp_size": 2, "pp_size": 2, "ep_size": 2, "kv_canary": "heal", "kv_canary_real_data": "partial",
         "kv_canary_coverage": "full", "kv_canary_stream": "confirmed",
         "kv_canary_perturb": "real_kv_used=1", "kv_canary_perturb_target": "swa", "kv_canary_perturb_api": True,
+        "device": "cpu", "page_size": 8, "max_total_tokens": 640, "mem_fraction_static": 0.5,
+        "max_running_requests": 7, "chunked_prefill_size": 70,
     }  # fmt: skip
     for role in ("prefill", "decode"):
         own = [setting for name, setting in settings_in(UpConfig) if name == role]
@@ -74,8 +76,30 @@ def test_every_flag_of_a_role_reaches_the_engines_of_that_role_alone() -> None:
             words += [item.flag] if value is True else [item.flag, str(value)]
         for config in group(*words):
             for item, value in given.items():
-                got = getattr(config.parallel if item.name.endswith("p_size") else config.canary, item.name)
+                groups = (config.model, config.memory, config.sched, config.parallel, config.canary)
+                (got,) = (getattr(each, item.name) for each in groups if hasattr(each, item.name))
                 assert (got == value) == (config.role == role), f"{item.flag}: {got!r} in {config.engine_name}"
+
+
+@pytest.mark.parametrize(
+    ("words", "prefill", "decode"),
+    [
+        ("--mem-fraction-static 0.6", 0.2, 0.2),
+        ("--mem-fraction-static 0.6 --prefill-device cuda", 0.6, 0.3),
+        ("--mem-fraction-static 0.6 --prefill-device cuda --decode-mem-fraction-static 0.4", 0.6, 0.2),
+        ("--mem-fraction-static 0.6 --prefill-gpu-memory-utilization 0.5 --decode-block-size 8", 0.5, 0.2),
+    ],
+)
+def test_engines_of_one_device_share_a_fraction_of_its_memory(words: str, prefill: float, decode: float) -> None:
+    """What was given for a role is shared among its engines."""
+    got = by_engine(f"--decode 2 {words}", lambda c: c.memory.mem_fraction_static)
+    assert got == {"prefill-0": pytest.approx(prefill), "decode-0": pytest.approx(decode), "decode-1": got["decode-0"]}
+
+
+def test_engines_that_do_both_have_their_own_device_too() -> None:
+    words = "--prefill 0 --decode 2 --decode-device cpu --mem-fraction-static 0.6"
+    got = by_engine(words, lambda c: (c.model.device, c.memory.mem_fraction_static))
+    assert got == {"unified-0": ("cpu", pytest.approx(0.3)), "unified-1": ("cpu", pytest.approx(0.3))}
 
 
 def test_names_of_vllm_switches_and_their_opposites_have_roles_too() -> None:
@@ -115,7 +139,10 @@ def test_without_prefill_engines_the_flags_of_decode_hold_for_those_that_do_both
         ("--kv-canary heal --prefill-kv-canary log --kv-canary-heals-max 5", "with --kv-canary log, expected --kv-"),
         ("--kv-canary log --decode-kv-canary-coverage half", "is 'half', expected full or rotating:N with N > 0 (of"),
         ("--prefill-tp-size 33 --pp-size 2", "is 66 ranks, expected at most 64 (of prefill engines)"),
-        ("--prefill-page-size 8", "unknown flag --prefill-page-size: did you mean --page-size?"),
+        ("--prefill-page-size 12", "--page-size is 12, expected a power of two from 1 to 128 (of prefill engines)"),
+        ("--decode-device gpu", "--decode-device is 'gpu', expected one of auto, cpu, cuda"),
+        ("--prefill-context-length 8", "unknown flag --prefill-context-length: did you mean --context-length?"),
+        ("--prefill 0 --prefill-page-size 8", "--prefill-page-size is 8 with --prefill 0, expected prefill engines"),
         ("--prefill-kv-canry log", "did you mean --prefill-kv-canary?"),
         (
             "--kv-canary log --kv-canary-real-data all --kv-canary-perturb transfer_bytes=1",
@@ -150,7 +177,7 @@ def test_the_help_names_the_pattern_once_and_every_flag_that_follows_it(capsys: 
     out = capsys.readouterr().out
     section = out.split("Engines of one role:")[1].split("\n\n")[0]
     assert "--prefill-FLAG and --decode-FLAG" in section
-    assert len(section.splitlines()) < 8
+    assert len(section.splitlines()) < 9
     for name, setting in settings_in(UpConfig):
         if name == "prefill":
             assert f" {setting.key.removeprefix('prefill-')}" in section.replace("\n", " ")

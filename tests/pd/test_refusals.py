@@ -92,7 +92,7 @@ _WHOLE = Capabilities(mode=Mode.PULL)
 @pytest.mark.parametrize(
     ("ours", "theirs", "words"),
     [
-        ({"kv_dtype": "bfloat16"}, {"kv_dtype": "float32"}, "in kv_dtype: 'bfloat16' here, 'float32' there"),
+        ({"kv_dtype": "bfloat16"}, {"kv_dtype": "float32"}, "in kv_dtype: 'bfloat16' here, 'float32' there; KV is not"),
         ({"page_size": 16}, {"page_size": 24}, "in page_size: 16 here, 24 there, neither divides the other"),
         (_WINDOW, {**_WINDOW, "window": 12}, "in window: 8 here, 12 there"),
         (_WINDOW, {**_WINDOW, "page_size": 8}, "in page_size: 4 here, 8 there; with sliding layers"),

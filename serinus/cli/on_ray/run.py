@@ -48,13 +48,18 @@ def run_on_ray(config: UpConfig, clock: Clock, started: float, ready_fd: int | N
     """
     if config.server.ssl_certfile:
         raise ConfigError("--ssl-certfile: got one with --ray, expected none: end TLS before the routers of the nodes")
-    for role in ("prefill", "decode"):
+    for role in _roles(config):
         check_shape(config.engine(role=role, name=role, port=0, threads=1))
     _join(config)
     try:
         return asyncio.run(_Group(config, clock, started, ready_fd).live())
     finally:
         ray.shutdown()
+
+
+def _roles(config: UpConfig) -> tuple[str, ...]:
+    """Of the engines that there are."""
+    return ("prefill", "decode") if config.up.prefill else ("unified",)
 
 
 def _join(config: UpConfig) -> None:
@@ -90,15 +95,14 @@ class _Group:
             server = replace(server, admin_api_key=new_token().hex())
         pd = replace(config.pd, cluster_secret=config.pd.cluster_secret or new_token().hex())
         resources = ray.cluster_resources()
-        device = config.model.device
-        self._gpus = device == "cuda" or (device == "auto" and bool(resources.get("GPU")))
-        _log.info(
-            "serinus: a Ray cluster of %d nodes with %s: %s for each rank",
-            len(ray.nodes()), shown_resources(resources), "a GPU" if self._gpus else "cores",
-        )  # fmt: skip
-        model = replace(config.model, device="cuda" if self._gpus else "cpu")
+        self._has_gpus = bool(resources.get("GPU"))
         kernels = replace(config.kernels, threads=config.kernels.threads or 1)
-        self._config = replace(config, model=model, server=server, pd=pd, kernels=kernels)
+        self._config = replace(config, server=server, pd=pd, kernels=kernels)
+        on_gpus = {role: self._settings(role, role).model.device == "cuda" for role in _roles(config)}
+        _log.info(
+            "serinus: a Ray cluster of %d nodes with %s: %s", len(ray.nodes()), shown_resources(resources),
+            ", ".join(f"{'a GPU' if gpu else 'cores'} for each rank of {role}" for role, gpu in on_gpus.items()),
+        )  # fmt: skip
         self._clock = clock
         self._started = started
         self._ready_fd = ready_fd
@@ -197,9 +201,10 @@ class _Group:
         for _ in range(count - len(staying)):
             name = next(name for number in range(len(taken) + 1) if (name := f"{kind}-{number}") not in taken)
             taken.add(name)
+            config = self._settings(kind, name)
             engine = RayEngine(
-                config=self._settings(kind, name),
-                gpus=self._gpus,
+                config=config,
+                gpus=config.model.device == "cuda",
                 clock=self._clock,
                 lines=self._lines,
                 namespace=self._config.ray.ray_namespace,
@@ -212,7 +217,9 @@ class _Group:
     def _settings(self, kind: str, name: str) -> ServeConfig:
         config = self._config
         own = config.engine(role=kind, name=name, port=0, threads=config.kernels.threads or 1)
-        return replace(own, memory=config.memory)  # its devices are its own
+        is_gpu = own.model.device == "cuda" or (own.model.device == "auto" and self._has_gpus)
+        model = replace(own.model, device="cuda" if is_gpu else "cpu")
+        return replace(own, model=model, memory=config.memory_of(kind))  # its devices are its own
 
     # ---- what is said -----------------------------------------------------------------------------------------
 
