@@ -50,7 +50,10 @@ def _arguments(command: Command, words: Sequence[str]) -> Any:
     which.add_argument("--minutes", type=float, metavar="M", help="seeds from A (or 0) on until M minutes are over")
     which.add_argument("--scenario", metavar="FILE", help="a schedule that an earlier run wrote (JSON)")
     which.add_argument(
-        "--backend", default="", metavar="NAME", help="how pages travel: local, shm, tcp, push or pull (default: drawn)"
+        "--backend",
+        default="",
+        metavar="NAME",
+        help="how pages travel: local, shm, tcp, push, pull or ipc (default: drawn)",
     )
     how = parser.add_argument_group("How to run it")
     how.add_argument("--workers", type=int, default=1, metavar="N", help="processes, one core each (default: 1)")
@@ -63,8 +66,8 @@ def _arguments(command: Command, words: Sequence[str]) -> Any:
         raise UsageProblem("--timeline draws one run, expected --seed N or --scenario FILE beside it")
     if arguments.workers < 1:
         raise UsageProblem(f"--workers is {arguments.workers}, expected at least 1")
-    if arguments.backend not in ("", "local", "shm", "tcp", "push", "pull"):
-        raise UsageProblem(f"--backend is {arguments.backend!r}, expected local, shm, tcp, push or pull")
+    if arguments.backend not in ("", "local", "shm", "tcp", "push", "pull", "ipc"):
+        raise UsageProblem(f"--backend is {arguments.backend!r}, expected local, shm, tcp, push, pull or ipc")
     return arguments
 
 

@@ -12,11 +12,12 @@ from serinus.sim import calm_scenario, draw
 
 
 @pytest.mark.slow
-def test_seeds_without_findings_end_with_0_and_a_result(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["local", "shm", "tcp", "push", "pull", "ipc"])
+def test_seeds_without_findings_end_with_0_and_a_result(tmp_path: Path, backend: str) -> None:
     result = tmp_path / "result.json"
-    assert main(["sim", "--seeds", "5..8", "--json", str(result)]) == 0
+    assert main(["sim", "--seeds", "5..7", "--backend", backend, "--json", str(result)]) == 0
     found = json.loads(result.read_text())
-    assert found["seeds"] == 3
+    assert found["seeds"] == 2
     assert found["failed"] == []
     assert found["counts"]["landed"] > 0
 
@@ -34,7 +35,7 @@ def test_a_schedule_from_a_file_is_run_and_described(tmp_path: Path, capsys: pyt
     ("words", "said"),
     [
         (["--seeds", "5"], "--seeds is '5', expected A..B"),
-        (["--backend", "pigeon"], "expected local, shm, tcp, push or pull"),
+        (["--backend", "pigeon"], "expected local, shm, tcp, push, pull or ipc"),
         (["--workers", "0"], "--workers is 0, expected at least 1"),
         (["--sedes", "1..2"], "did you mean --seeds?"),
         (["--scenario", "/nowhere/at/all"], "cannot read the scenario"),
