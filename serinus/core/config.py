@@ -120,10 +120,10 @@ class ServeConfig(EngineConfig):
     """`serinus serve`: one engine and its front."""
 
     def __post_init__(self) -> None:
-        if self.parallel.size > 1 and self.pd.transfer_backend == "cuda_ipc":
+        if self.parallel.nnodes > 1 and self.pd.transfer_backend == "cuda_ipc":
             raise ConfigError(
-                f"config: --disaggregation-transfer-backend is 'cuda_ipc' with {self.parallel.size} ranks, expected one"
-                f" rank, or shm, tcp, nixl or mooncake"
+                f"config: --disaggregation-transfer-backend is 'cuda_ipc' with {self.parallel.nnodes} hosts, expected"
+                f" one host, or auto or tcp"
             )
 
     @property

@@ -228,7 +228,8 @@ class Clients:
             if reason:
                 return reason
         refusal = settings.refusals.get(name)
-        reason = refusal(hello.endpoints.get(name, ())) if refusal is not None else ""
+        ours, theirs = settings.endpoints.get(name, ()), hello.endpoints.get(name, ())
+        reason = refusal(ours, theirs) if refusal is not None else ""
         return f"{name}: {reason}" if reason else ""
 
     def remove(self, peer: str, reason: str, out: list[PrefillAction]) -> None:

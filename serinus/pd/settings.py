@@ -36,8 +36,8 @@ class HandoffSettings:
     """Of backends other than local, shm and tcp."""
     endpoints: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
     """How peers reach our memory, by backend, one text per rank; for one-sided backends."""
-    refusals: Mapping[str, Callable[[Sequence[bytes]], str]] = field(default_factory=dict)
-    """Why a peer with these endpoints cannot be reached, in words, by backend (OneSided.refusal)."""
+    refusals: Mapping[str, Callable[[Sequence[bytes], Sequence[bytes]], str]] = field(default_factory=dict)
+    """Why our endpoints and those of a peer do not go together, in words, by backend (OneSided.refusal)."""
     host: str = ""
     """Identity of this machine (backends.host_identity()); shm needs the same on both sides, and not empty."""
     cluster_secret: str = field(default="", repr=False)

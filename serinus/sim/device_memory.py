@@ -44,15 +44,14 @@ class SimPull:
 
 
 class SimIpc:
-    """pd's IpcLibrary, of one rank on the only device of the machine."""
-
-    device = "the device"
-    reachable: tuple[str, ...] = (device,)
+    """pd's IpcLibrary, of one rank on the device that ranks of its number share, and that reach no other."""
 
     def __init__(self, fabric: Fabric, engine: SimEngine, rank: int) -> None:
         self._fabric, self._engine, self._rank = fabric, engine, rank
         self._card = fabric.card(engine, rank, f"{engine.name}.{rank}")
         self.process = self._card.session
+        self.device = f"device {rank}"
+        self.reachable: tuple[str, ...] = (self.device,)
         self._opened: dict[int, Card] = {}
         """What was opened, by number."""
         self._last = 0

@@ -214,11 +214,25 @@ def test_an_owner_does_not_open_the_memory_of_its_reader() -> None:
 def test_what_a_device_cannot_read_is_said_in_words(changes: dict[str, object], words: str) -> None:
     two = Two.made()
     other = CudaIpcBackend(replace(two.library, **changes), shares=False)  # type: ignore[arg-type]
-    found = two.owner.refusal([other.register([region(two.target)])])
+    ours, theirs = two.owner.endpoint, other.register([region(two.target)])
+    found = two.owner.refusal([ours], [theirs])
     assert words in found
     assert bool(found) == bool(words)
-    assert "names no memory" in two.owner.refusal([])
-    assert "no endpoint" in two.owner.refusal([b"?"])
+    assert "GPUs of 0 ranks, expected 1" in two.owner.refusal([ours], [])
+    assert "no endpoint" in two.owner.refusal([ours], [b"?"])
+
+
+def test_each_rank_must_read_the_memory_of_the_rank_of_its_number_and_of_no_other() -> None:
+    def endpoints(engine: str, devices: Sequence[str]) -> list[bytes]:
+        libraries = [Library(Device(), f"{engine}.{i}", device, (device,)) for i, device in enumerate(devices)]
+        return [CudaIpcBackend(library, shares=False).endpoint for library in libraries]
+
+    leader = Two.made().owner
+    owners = endpoints("p", ("gpu-0", "gpu-1"))
+    assert leader.refusal(owners, endpoints("d", ("gpu-0", "gpu-1"))) == ""
+    found = leader.refusal(owners, endpoints("d", ("gpu-0", "gpu-0")))
+    assert "its device gpu-0 does not read memory of gpu-1 (of rank 1)" in found
+    assert "GPUs of 1 ranks, expected 2" in leader.refusal(owners, endpoints("d", ("gpu-0",)))
 
 
 def test_pages_that_do_not_fit_are_refused_before_anything_moves() -> None:

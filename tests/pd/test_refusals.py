@@ -140,8 +140,8 @@ def answered(page_size: int = 4, host: str = "here", **reach: Any) -> tuple[Any,
     return sent(out)[0], of_type(out, PeerChanged)
 
 
-def _far(endpoints: Sequence[bytes]) -> str:
-    return f"{endpoints[0].decode()} is too far"
+def _far(ours: Sequence[bytes], theirs: Sequence[bytes]) -> str:
+    return f"{theirs[0].decode()} is too far"
 
 
 def test_the_next_backend_is_taken_where_the_best_one_does_not_reach_and_the_log_says_why() -> None:

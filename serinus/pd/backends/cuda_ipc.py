@@ -177,21 +177,21 @@ class CudaIpcBackend:
 
     # ---- peers ------------------------------------------------------------------------------------------------------
 
-    def refusal(self, endpoints: Sequence[bytes]) -> str:
-        """Why a peer with these endpoints cannot read our memory, in words; empty = it may."""
+    def refusal(self, ours: Sequence[bytes], theirs: Sequence[bytes]) -> str:
+        """Why a rank of a peer cannot read the memory of our rank of the same number, in words; empty = all may."""
         try:
-            sessions = [_session(unpack_endpoint(endpoint)) for endpoint in endpoints]
+            owners, readers = ([_session(unpack_endpoint(each)) for each in ends] for ends in (ours, theirs))
         except TransferFailed as error:
             return str(error)
-        if not sessions:
-            return "it names no memory of a GPU"
-        for session in sessions:
-            if session.process == self._library.process:
+        if len(owners) != len(readers):
+            return f"it names GPUs of {len(readers)} ranks, expected {len(owners)}"
+        for rank, (owner, reader) in enumerate(zip(owners, readers, strict=True)):
+            if owner.process == reader.process:
                 return "both engines are in one process, which cannot open its own memory"
-            if self._library.device not in session.reachable:
+            if owner.device not in reader.reachable:
                 return (
-                    f"its device {session.device} does not read memory of {self._library.device}, expected the same"
-                    " device, or one with peer access that its process sees"
+                    f"its device {reader.device} does not read memory of {owner.device} (of rank {rank}), expected the"
+                    " same device, or one with peer access that its process sees"
                 )
         return ""
 

@@ -117,9 +117,9 @@ class OneSided(Protocol):
     def register(self, regions: Sequence[Region]) -> bytes:
         """Make memory reachable, once; returns our endpoint, for the peers. Raises ConfigError where it cannot be."""
 
-    def refusal(self, endpoints: Sequence[bytes]) -> str:
-        """Why a peer with these endpoints (one of each rank) and we cannot reach each other, in words; empty = it may
-        work. Asked for at HELLO, on the side that is read or writes."""
+    def refusal(self, ours: Sequence[bytes], theirs: Sequence[bytes]) -> str:
+        """Why a peer with these endpoints (one of each rank) and we, with ours, cannot reach each other, in words;
+        empty = it may work. Asked for at HELLO, on the side that is read or writes."""
 
     def digests(self, part: Part, pages: NDArray[np.int32], seed: int) -> bytes | None:
         """Of own pages, as OpResult.digests are; None = reads make none: XXH3, by the page workers of both sides."""
