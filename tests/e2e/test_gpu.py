@@ -1,4 +1,4 @@
-"""`serinus up` on one GPU: prompts are handed over within its memory, and answers are those of one engine."""
+"""`serinus up` on one GPU: prompts are handed over within its memory, or between it and the CPU; answers are right."""
 
 from __future__ import annotations
 
@@ -72,3 +72,24 @@ def test_a_prefill_engine_that_is_killed_is_missed_for_a_while_only(pair: Server
     idle(pair.url)
     assert metric(pair.url, "kv_canary_violations_total") == 0
     assert set(engines(pair.url)) == {"prefill-0", "decode-0"}
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_engines_on_the_gpu_and_on_the_cpu_hand_over_to_each_other(checkpoint: str, prefill: str, decode: str) -> None:
+    words = (
+        "--prefill", "1", "--decode", "1", *SETTINGS, "--prefill-device", prefill, "--decode-device", decode,
+        "--prefill-page-size", "16", "--decode-page-size", "8", "--disaggregation-local-gain", "0",
+    )  # fmt: skip
+    prompts = mixed_prompts(24, VOCAB, seed=14)
+    with Server("up", checkpoint, *words, timeout_s=240) as server:
+        assert {name: info["info"]["device"].split(":")[0] for name, info in engines(server.url).items()} == {
+            "prefill-0": prefill, "decode-0": decode,
+        }  # fmt: skip
+        answers = generate_all(server.url, prompts)
+        assert [len(answer["output_ids"]) for answer in answers] == [count for _, count in prompts]
+        handed = [answer["meta_info"] for answer in answers if answer["meta_info"]["handoff_tokens"]]
+        assert len(handed) >= 8
+        assert {info["handoff_backend"] for info in handed} == {"shm"}
+        idle(server.url)
+        assert metric(server.url, "kv_canary_violations_total") == 0
+        assert metric(server.url, "num_transfer_failed_reqs_total") == 0
