@@ -163,8 +163,9 @@ class DashboardFeed:
                 reply = await front.client.call("watch", s_max=_ANSWER_S_MAX)
                 delta = encoder.take(reply.body, front.clock.unix(), ready.page_size)
             except (PeerError, msgspec.DecodeError) as error:
+                loading = front.client.ready is None and not front.client.down
                 for each in self._pages:
-                    each.say(down_event(str(error)))
+                    each.say(down_event(str(error), loading=loading))
                 await asyncio.sleep(_RETRY_S)
                 continue
             whole = encoder.whole() if any(each.lost for each in self._pages) else b""
@@ -181,9 +182,9 @@ def _about(front: Front) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def down_event(why: str) -> bytes:
-    """Says that there is no news of an engine, and why."""
-    return b"data: " + msgspec.json.encode({"kind": "down", "why": why[:500]}) + b"\n\n"
+def down_event(why: str, *, loading: bool = False) -> bytes:
+    """Says that there is no news of an engine, and why; `loading`: it has begun to start, and is on its way."""
+    return b"data: " + msgspec.json.encode({"kind": "down", "why": why[:500], "loading": loading}) + b"\n\n"
 
 
 @cache

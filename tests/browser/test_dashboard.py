@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from serinus.front import EngineClient, create_app
+from serinus.testing.fake_engine import FakeEngine
+from serinus.testing.running_front import front_settings, serving
 from serinus.testing.servers import Server
 
-from .conftest import ADMIN, opened, traffic
+from .conftest import ADMIN, MODEL, opened, traffic
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
 
@@ -75,6 +79,21 @@ def test_a_planted_fault_is_the_headline_and_one_story_across_engines(chromium: 
         detail = shown.page.inner_text("#detail")
         assert "quarantined" in detail.lower()
         assert "#" in shown.page.inner_text("#detail .history")
+        shown.check()
+
+
+def test_an_engine_that_starts_is_said_to_start_until_its_pages_are_there(chromium: Any, tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/engine"
+    app = create_app(front_settings(model_path=str(MODEL)), EngineClient(endpoint))
+    with serving(app) as server, opened(chromium, f"http://127.0.0.1:{server.port}", query="") as shown:
+        shown.until("document.querySelector('#words').textContent === 'The engine is starting'")
+        assert shown.page.get_attribute("#engines button", "class") == "loading"
+        assert shown.page.is_visible("#pools-none")
+        with FakeEngine(endpoint=endpoint):
+            shown.until("document.querySelectorAll('#pools canvas').length > 0")
+            assert not shown.page.is_visible("#pools-none")
+            shown.until("document.querySelector('#engines button').className === ''")
+            assert shown.page.inner_text("#map-say").startswith("A cell is a page")
         shown.check()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serinus.front import RouterSettings, create_router_app
+from serinus.front import EngineClient, RouterSettings, create_app, create_router_app
 from serinus.front.dashboard import Subscription, page_html
 from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import RunningFront, front_settings, running_front, serving
@@ -137,6 +137,19 @@ def test_without_a_dashboard_its_paths_are_unknown(byte_folder: Path, new_endpoi
         router = create_router_app(RouterSettings(decode_urls=(running.url,), dashboard=False))
         with serving(router) as server:
             assert httpx.get(f"http://127.0.0.1:{server.port}/dashboard").status_code == 404
+
+
+def test_an_engine_that_starts_is_told_apart_from_one_that_is_gone(
+    byte_folder: Path, new_endpoint: Callable[[], str]
+) -> None:
+    client = EngineClient(new_endpoint())
+    app = create_app(front_settings(model_path=str(byte_folder)), client)
+    with serving(app) as server, httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=30) as http:
+        ((_, starting),) = told(http, 1)
+        assert (starting["kind"], starting["loading"]) == ("down", True)
+        client.engine_gone("the engine fake-0 died of SIGKILL")
+        ((_, gone),) = told(http, 1)
+        assert (gone["loading"], "SIGKILL" in gone["why"]) == (False, True)
 
 
 def test_a_stream_ends_when_its_server_drains(byte_folder: Path, new_endpoint: Callable[[], str]) -> None:

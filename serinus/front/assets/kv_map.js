@@ -9,7 +9,7 @@ class PoolMap {
     this.box = el("figure", { class: "pool" }, el("figcaption", {}, this.title, this.numbers), this.canvas);
     this.canvas.addEventListener("click", (e) => { this.move(this.at(e)); this.open(); });
     this.canvas.addEventListener("mousemove", (e) => { this.hover = this.at(e); this.say(this.hover); });
-    this.canvas.addEventListener("mouseleave", () => { this.hover = 0; });
+    this.canvas.addEventListener("mouseleave", () => { this.hover = 0; $("map-say").textContent = hintOf([this.engine]); });
     this.canvas.addEventListener("keydown", (e) => this.key(e));
     this.canvas.addEventListener("focus", () => { this.drawn = ""; this.say(this.cursor); });
     this.canvas.addEventListener("blur", () => { this.drawn = ""; });
@@ -38,7 +38,8 @@ class PoolMap {
   open() { if (this.cursor) this.pick(this.engine, this.pool, this.cursor); }
   describe(page) {
     const state = STATES[this.pool.state[page]], seen = this.pool.seen[page];
-    const aged = seen && (state.id === "cached" || state.id === "request") ? `, verified ${span(Math.max(0, this.engine.age(seen)))} ago` : "";
+    const held = state.id === "cached" || state.id === "request";
+    const aged = !held ? "" : seen ? `, verified ${span(Math.max(0, this.engine.age(seen)))} ago` : this.pool.seen.length ? "" : ", verified when it is read";
     return `page ${count(page)} of ${poolName(this.engine, this.pool)}: ${state.word}${aged}`;
   }
   say(page) { if (page) $("map-say").textContent = this.describe(page); }
@@ -55,11 +56,12 @@ class PoolMap {
       this.image = new ImageData(columns, rows); this.pixels = new Uint32Array(this.image.data.buffer);
       this.small = new OffscreenCanvas(columns, rows);
     }
-    const { pixels } = this, { lut, ages, flash } = palette, { state, seen, changed } = pool;
+    const { pixels } = this, { lut, ages, unread, flash } = palette, { state, seen, changed } = pool;
     const clock = this.engine.now + (Date.now() - this.engine.heard) / 1000;
     const color = (page) => {
       const s = state[page];
-      if (!byAge || !seen.length || (s !== 1 && s !== 2)) return byAge && s < 4 ? lut[0] : lut[s];
+      if (!byAge || s === 0 || s > 3) return lut[s];
+      if (!seen.length || s === 3) return unread; // host memory, files, and what is under way: before it is used
       const a = clock - seen[page];
       return ages[a < 1 ? 0 : a < 10 ? 1 : a < 60 ? 2 : a < 600 ? 3 : a < 3600 ? 4 : 5];
     };
@@ -88,9 +90,9 @@ class PoolMap {
       for (let y = 1; y <= rows; y++) g.fillRect(0, y * size - gap, w, gap);
     }
     if (focused || this.engine.picked === `${pool.tier} ${pool.part} ${this.cursor}`) {
-      const at = this.cursor - 1, gap = size >= 9 ? 2 : size >= 4 ? 1 : 0;
+      const at = this.cursor - 1, gap = size >= 9 ? 2 : size >= 4 ? 1 : 0, edge = (i) => Math.max(1, i * size - 1.5);
       g.lineWidth = 2; g.strokeStyle = palette.ink;
-      g.strokeRect((at % columns) * size - 1.5, Math.floor(at / columns) * size - 1.5, size - gap + 3, size - gap + 3);
+      g.strokeRect(edge(at % columns), edge(Math.floor(at / columns)), size - gap + 3, size - gap + 3);
     }
     if (this.counted !== pool.version && now - (this.countedAt || -1e9) > 250) { this.counted = pool.version; this.countedAt = now; this.words(state, n); }
   }
@@ -103,6 +105,10 @@ class PoolMap {
     this.canvas.setAttribute("aria-label", `${poolName(this.engine, this.pool)}, ${this.numbers.textContent}. Arrow keys move, Enter opens a page.`);
   }
 }
+const hintOf = (engines) => {
+  const sizes = [...new Set(engines.map((e) => (e.sections.about || {}).page_size).filter(Boolean))];
+  return `A cell is a page${sizes.length ? `: the KV of ${sizes.sort((a, b) => a - b).join(" or ")} tokens` : ""}. Click one to see whose it is.`;
+};
 const TIERS = { device: "device", host: "host memory", storage: "files" };
 const poolName = (engine, pool) => `${engine.name} · ${TIERS[pool.tier] || pool.tier}${pool.tier === "storage" ? "" : ` · ${pool.part.toUpperCase()}`}`;
 
@@ -113,7 +119,7 @@ const blend = (a, b, t) => {
 };
 function paletteNow() {
   const lut = STATES.map((s) => packed(css(`--${s.id}`))), ages = [0, 1, 2, 3, 4, 5].map((i) => packed(css(`--age${i}`)));
-  return { lut, ages, flash: packed(css("--flash")), gap: css("--panel"), ink: css("--ink"), tag: lut.join() };
+  return { lut, ages, unread: packed(css("--unread")), flash: packed(css("--flash")), gap: css("--panel"), ink: css("--ink"), tag: lut.join() };
 }
 
 class KvMap {
@@ -128,7 +134,8 @@ class KvMap {
       });
     }
     const words = ["< 1 s", "< 10 s", "< 1 min", "< 10 min", "< 1 h", "older"];
-    $("ages").append(...words.map((word, i) => el("span", { class: "key" }, el("i", { class: `swatch age${i}` }), word)));
+    const keys = [...words.map((word, i) => [`age${i}`, word]), ["unread", "when it is read"], ["free", "free"]];
+    $("ages").append(...keys.map(([c, word]) => el("span", { class: "key" }, el("i", { class: `swatch ${c}` }), word)));
   }
   draw(engines, now, palette) {
     const wanted = new Set();
@@ -141,6 +148,8 @@ class KvMap {
       map.engine = engine;
       map.draw(now, this.byAge, palette, this.still);
     }
+    $("pools-none").hidden = wanted.size > 0;
+    if (wanted.size && !$("map-say").textContent) $("map-say").textContent = hintOf(engines);
     for (const [id, map] of this.maps) if (!wanted.has(id)) { map.box.remove(); this.maps.delete(id); }
   }
 }

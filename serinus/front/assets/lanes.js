@@ -25,6 +25,8 @@ function phasesOf(r, until) {
   if (r.first) parts.push(["decode", first, end]);
   return parts.filter(([, a, b]) => b > a);
 }
+const ALONE = { short: "little to prefill", sooner_here: "sooner here", no_prefill_engine: "no prefill engine", peer_gone: "prefill engine lost", peer_slow: "prefill engine late", kv_canary: "KV found wrong" };
+const STEPS = { prealloc: "waiting", transfer: "prefill and handoff", inflight: "handoff" };
 const PHASES = { queue: "queue", wait: "asked", prefill: "prefill", remote: "prefill and handoff", decode: "decode" };
 
 class Requests {
@@ -34,7 +36,7 @@ class Requests {
     const keys = Object.entries(PHASES).filter(([p]) => p !== "wait").map(([p, word]) => el("span", { class: "key" }, el("i", { class: `swatch p-${p}` }), word));
     this.say = el("span", { class: "quiet" });
     root.append(el("div", { class: "tools" }, el("span", { class: "legend" }, ...keys, el("span", { class: "key" }, el("b", { class: "heal" }, "◆"), "healed")), el("span", { class: "spacer" }), this.say),
-      el("table", { class: "rows" }, el("thead", {}, el("tr", {}, ...["Request", "Engine", "Tokens", "First token", "State"].map((h) => el("th", { scope: "col" }, h)), el("th", { scope: "col", class: "wide" }, this.axis))), this.rows));
+      el("table", { class: "rows" }, el("thead", {}, el("tr", {}, ...["Request", "Engine", "Prompt + answer", "First token", "State"].map((h) => el("th", { scope: "col" }, h)), el("th", { scope: "col", class: "wide" }, this.axis))), this.rows));
   }
   draw(engines) {
     const all = requestsOf(engines), until = Math.max(0, ...engines.map((e) => e.clock(e.now) + (Date.now() - e.heard) / 1000 * !e.down));
@@ -43,7 +45,7 @@ class Requests {
     const begin = Math.max(end - WINDOW_S, Math.min(end - 2, ...rows.map((r) => r.arrival))), wide = end - begin;
     this.axis.replaceChildren(...[0, 0.25, 0.5, 0.75, 1].map((p) => { const tick = el("span", {}, p === 1 ? (recent.length ? "now" : hour(end)) : `−${span((1 - p) * wide)}`); tick.style.left = `${p * 100}%`; return tick; }));
     const live = all.filter((r) => !r.ended).length;
-    this.say.textContent = `${many(live, "request")} open, the last ${many(rows.length, "one")} shown`;
+    this.say.textContent = `${many(live, "request")} open, the last ${rows.length} shown`;
     this.rows.replaceChildren(...rows.map((r) => {
       const chart = el("div", { class: "track" });
       for (const [phase, a, b] of phasesOf(r, end)) {
@@ -52,9 +54,10 @@ class Requests {
         chart.append(part);
       }
       const words = phasesOf(r, end).map(([p, a, b]) => `${PHASES[p]} ${span(b - a)}`).join(", ");
-      const state = r.error ? "failed" : r.ended ? (r.finish === "length" || r.finish === "stop" || !r.finish ? "done" : r.finish) : r.phase;
-      const where = r.engine ? `${r.engine} → ${r.by.name}` : r.by.name + (r.local_reason ? ` (${r.local_reason})` : "");
-      return el("tr", { class: r.error ? "bad" : "" }, el("th", { scope: "row", title: r.rid }, short(r.client)), el("td", {}, where), el("td", { class: "num" }, `${count(r.prompt)}${r.cached ? ` (${count(r.cached)} cached)` : ""} + ${count(r.generated)}`), el("td", { class: "num" }, r.first ? span(r.first - r.arrival) : "–"), el("td", { class: `state ${state}`, title: r.error || "" }, state, r.heals ? el("b", { class: "heal", title: `healed ${r.heals} times` }, ` ◆${r.heals > 1 ? r.heals : ""}`) : ""), el("td", { class: "wide" }, chart, el("span", { class: "sr" }, words)));
+      const state = r.error ? "failed" : r.ended ? (r.finish === "length" || r.finish === "stop" || !r.finish ? "done" : r.finish) : STEPS[r.phase] || r.phase;
+      const why = r.local_reason ? ALONE[r.local_reason] || r.local_reason.replaceAll("_", " ") : "";
+      const where = r.engine ? [`${r.engine} → ${r.by.name}`] : [r.by.name, why ? el("span", { class: "quiet", title: `${r.by.name} computed the prompt itself (local_reason: ${r.local_reason})` }, ` · ${why}`) : ""];
+      return el("tr", { class: r.error ? "bad" : "" }, el("th", { scope: "row", title: r.rid }, short(r.client)), el("td", {}, ...where), el("td", { class: "num" }, `${count(r.prompt)}${r.cached ? ` (${count(r.cached)} cached)` : ""} + ${count(r.generated)}`), el("td", { class: "num" }, r.first ? span(r.first - r.arrival) : "–"), el("td", { class: `state ${state}`, title: r.error || "" }, state, r.heals ? el("b", { class: "heal", title: `healed ${r.heals} times` }, ` ◆${r.heals > 1 ? r.heals : ""}`) : ""), el("td", { class: "wide" }, chart, el("span", { class: "sr" }, words)));
     }));
     if (!rows.length) this.rows.append(el("tr", {}, el("td", { colspan: 6, class: "empty" }, "No request has come since this page was opened.")));
   }
@@ -76,7 +79,7 @@ function handoffsOf(engines) {
 class Handoffs {
   constructor(root) {
     this.list = el("div", { class: "lanes" }); this.say = el("span", { class: "quiet" });
-    const keys = [["p-queue", "granted, computing"], ["piece-sent", "piece sent"], ["piece-taken", "piece landed and verified"]].map(([c, word]) => el("span", { class: "key" }, el("i", { class: `swatch ${c}` }), word));
+    const keys = [["grant", "pages granted"], ["piece-sent", "piece sent"], ["piece-taken", "piece landed and verified"]].map(([c, word]) => el("span", { class: "key" }, el("i", { class: `swatch ${c}` }), word));
     root.append(el("div", { class: "tools" }, el("span", { class: "legend" }, ...keys), el("span", { class: "spacer" }), this.say), this.list);
   }
   draw(engines) {
@@ -87,7 +90,8 @@ class Handoffs {
     this.tag = tag;
     const times = all.flatMap((h) => [h.decode, h.prefill].filter(Boolean).map((s) => (s.ended || s.by.clock(s.by.now)) - Math.min(...[h.decode, h.prefill].filter(Boolean).map((o) => o.began))));
     const longest = Math.max(0.02, ...times), width = Math.max(260, this.list.clientWidth - 356);
-    this.list.replaceChildren(...all.map((h) => this.lane(h, longest, width)));
+    const axis = el("div", { class: "axis", "aria-hidden": "true" }, ...[0, 0.25, 0.5, 0.75, 1].map((p) => { const tick = el("span", {}, p ? `+${span(p * longest)}` : "0"); tick.style.left = `${p * 100}%`; return tick; }));
+    this.list.replaceChildren(...(all.length ? [el("div", { class: "handoff head" }, el("span"), el("span"), axis)] : []), ...all.map((h) => this.lane(h, longest, width)));
     if (!all.length) this.list.append(el("p", { class: "empty" }, "No handoff since this page was opened. Engines that prefill and decode by themselves have none."));
   }
   code(h) {

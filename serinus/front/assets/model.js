@@ -12,19 +12,19 @@ const wordsOf = (text) => { const b = bytesOf(text); return new Uint32Array(b.bu
 
 class Engine {
   constructor(url) {
-    Object.assign(this, { url, pools: [], sections: {}, front: {}, summary: null, down: "", unix: 0, now: 0, heard: 0, rates: [], whole: 0 });
+    Object.assign(this, { url, pools: [], sections: {}, front: {}, summary: null, down: "", loading: false, unix: 0, now: 0, heard: 0, rates: [], whole: 0 });
   }
-  get name() { return this.front.engine || this.label || this.url || "engine"; }
+  get name() { return this.front.engine || (this.label !== this.url && this.label) || (this.kind ? `${this.kind} at ${this.url.replace(/^https?:\/\//, "")}` : this.url || "engine"); }
   get role() { return this.front.role || ""; }
   clock(time) { return time - this.now + this.unix; } // unix seconds of a time of the engine's clock
   age(seen) { return this.now + (Date.now() - this.heard) / 1000 - seen; }
   take(told) {
-    if (told.kind === "down") { this.down = told.why; return; }
+    if (told.kind === "down") { this.down = told.why; this.loading = told.loading; return; }
     if (told.kind === "whole") {
       if (this.front.incarnation && told.front.incarnation !== this.front.incarnation) this.rates = [];
       this.pools = []; this.sections = {}; this.whole++;
     }
-    Object.assign(this, { down: "", unix: told.unix, now: told.now, heard: Date.now(), summary: told.summary });
+    Object.assign(this, { down: "", loading: false, unix: told.unix, now: told.now, heard: Date.now(), summary: told.summary });
     for (const pool of told.pools) this.takePool(pool);
     for (const [name, value] of Object.entries(told)) {
       if (name === "front") this.front = value;

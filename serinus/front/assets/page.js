@@ -31,12 +31,12 @@
   // Engines
   let pillsTag = "";
   function pills() {
-    const engines = [...model.engines.values()], tag = JSON.stringify([chosen, engines.map((e) => [e.url, e.name, e.role, !!e.down])]);
+    const engines = [...model.engines.values()], tag = JSON.stringify([chosen, engines.map((e) => [e.url, e.name, e.role, !!e.down, e.loading])]);
     if (tag === pillsTag) return;
     pillsTag = tag;
     const had = document.activeElement && document.activeElement.dataset.engine;
-    const pill = (url, word, role, down) => el("button", { type: "button", "data-engine": url || "all", "aria-pressed": String(chosen === url), class: down ? "down" : "", title: down || "", on: { click: () => { chosen = url; dirty = true; tree.draw(shown()); pills(); } } }, el("i", { "aria-hidden": "true" }), word, role ? el("small", {}, role) : "", down ? el("span", { class: "sr" }, " is gone") : "");
-    $("engines").replaceChildren(...(engines.length > 1 ? [pill("", "All engines", "", "")] : []), ...engines.map((e) => pill(engines.length > 1 ? e.url : "", e.name, e.role === e.name.split("-")[0] ? "" : e.role, e.down)));
+    const pill = (url, word, role, down, loading) => el("button", { type: "button", "data-engine": url || "all", "aria-pressed": String(chosen === url), class: loading ? "loading" : down ? "down" : "", title: down || "", on: { click: () => { chosen = url; dirty = true; tree.draw(shown()); pills(); } } }, el("i", { "aria-hidden": "true" }), word, role ? el("small", {}, role) : "", down ? el("span", { class: "sr" }, loading ? " is starting" : " is gone") : "");
+    $("engines").replaceChildren(...(engines.length > 1 ? [pill("", "All engines", "", "")] : []), ...engines.map((e) => pill(engines.length > 1 ? e.url : "", e.name, e.name.startsWith(e.role) ? "" : e.role, e.down, e.loading)));
     if (had !== undefined) { const again = $("engines").querySelector(`[data-engine="${had}"]`); if (again) again.focus(); }
     const first = engines.find((e) => e.front.model);
     if (first) { const name = first.front.model.replace(/\/+$/, "").split("/").slice(-1)[0]; $("model").textContent = `${name}${first.front.info && first.front.info.dtype ? ` · ${first.front.info.dtype}` : ""}`; document.title = `Serinus · ${name}`; }
@@ -54,22 +54,25 @@
     const modes = told.map((e) => (e.sections.health || {}).mode), stories = storiesOf(engines), now = Date.now() / 1000, fresh = stories.filter((s) => now - s.at < NEWS_S);
     const degraded = told.map((e) => (e.sections.health || {}).degraded).find(Boolean);
     if (model.link === "key") return ["wait", "Locked", "This dashboard asks for the admin key.", totals];
+    const named = gone.map((e) => e.name).join(", "), starting = gone.length > 0 && gone.every((e) => e.loading), all = gone.length > 1;
+    const loads = `${all ? "They load" : "It loads"} weights and kernels. A machine's first start compiles kernels, which may take a minute.`;
+    if (!told.length && starting) return ["wait", all ? `${count(gone.length)} engines are starting` : "The engine is starting", loads, totals];
     if (!told.length) return ["wait", gone.length ? "No engine answers" : "Waiting for the engine", gone.length ? gone[0].down : model.lost && model.link !== "live" ? model.lost : "", totals];
     const quiet = Math.max(...told.map((e) => (Date.now() - e.heard) / 1000));
     if (model.link !== "live") return ["lost", "No news", `The connection is lost; this is how it stood ${span(Math.min(...told.map((e) => (Date.now() - e.heard) / 1000)))} ago. It is tried again.`, totals];
-    const silent = gone.length ? ` No news of ${gone.map((e) => e.name).join(", ")}.` : "";
+    const silent = !gone.length ? "" : starting ? ` Starting: ${named}.` : ` No news of ${named}.`;
     if (fresh.length) {
       const s = fresh[0], i = s.incidents[0], bad = s.healed ? (s.healed.ended ? "healed: the right answer left" : "its request is computed again") : modes.includes("log") ? "logged only" : "quarantined";
       return ["bad", `KV incident: ${wordsOfReason(i.reasons)}`, `${i.engine.name}, page ${i.page} (${i.part}), position ${i.position}, ${span(Math.max(0, now - s.at))} ago; ${bad}${fresh.length > 1 ? `; ${many(fresh.length, "story", "stories")} in the last 5 minutes` : ""}.${silent}`, totals];
     }
     if (degraded) return ["bad", "An engine is degraded", degraded, totals];
-    if (gone.length) return ["lost", `No news of ${gone.map((e) => e.name).join(", ")}`, gone[0].down, totals];
+    if (gone.length) return starting ? ["lost", `${named} ${all ? "are" : "is"} starting`, loads, totals] : ["lost", `No news of ${named}`, gone[0].down, totals];
     if (modes.every((m) => m === "none" || !m)) return ["wait", "KV is not checked", "These engines run without a canary (--kv-canary none).", totals];
     const before = stories.length ? ` ${many(stories.length, "earlier incident")}, none in the last 5 minutes.` : "";
     const some = modes.some((m) => m === "none") ? " Some engines have no canary." : "";
     const late = quiet > 5 ? ` Last news ${span(quiet)} ago: a long step.` : "";
     if (!slots) return ["ok", "KV sound: nothing is cached yet", `${many(told.length, "engine")} watched by the canary.${before}${some}${late}`, totals];
-    return ["ok", `KV sound: ${many(slots, "slot")} verified, oldest ${span(oldest)} ago`, `Every slot of KV on the device was verified when it was cached or since.${before}${some}${late}`, totals];
+    return ["ok", `KV sound: ${many(slots, "slot")} verified, oldest ${span(oldest)} ago`, `Every slot (the KV of one token) on the device was verified when it was cached, or later.${before}${some}${late}`, totals];
   }
   let said = "", barTag = "";
   function headline(engines) {
@@ -97,6 +100,7 @@
       $("detail-body").replaceChildren(el("h2", {}, title), ...body(found), el("p", {}, el("button", { type: "button", on: { click: again } }, "Look again")));
     } catch (error) { $("detail-body").replaceChildren(el("h2", {}, title), el("p", { class: "why" }, String(error.message))); }
   }
+  const STATE_WORDS = { tree: "cached", request: "in a request" };
   const facts = (rows) => el("dl", {}, ...rows.filter(([, v]) => v !== null && v !== undefined && v !== "").flatMap(([k, v]) => [el("dt", {}, k), el("dd", {}, v)]));
   function openPage(engine, pool, page) {
     engine.picked = `${pool.tier} ${pool.part} ${page}`;
@@ -107,7 +111,7 @@
       const node = f.node ? el("button", { type: "button", class: "link-button", on: { click: () => openNode(engine, { id: f.node }) } }, `node ${f.node}, position ${f.position}`) : "";
       const stamped = f.stamps && f.stamps.tail_k ? Object.entries(f.stamps).filter(([lane]) => lane.startsWith("tail")) : [];
       return [el("p", { class: "quiet" }, `${poolName(engine, pool)}, slots ${f.first_slot} to ${f.first_slot + (engine.sections.about || {}).page_size - 1}`),
-        facts([["State", f.state], ["Owner", f.owner], ["In the tree", node], ["Used by", f.users.join(", ") || "no request now"], ["Verified", f.verified_s === null || !["tree", "request"].includes(f.state) ? "" : `${span(Math.max(0, f.verified_s))} ago`], ["Failures", f.failures ? String(f.failures) : ""], ["Held by", holds]]),
+        facts([["State", STATE_WORDS[f.state] || f.state.replaceAll("_", " ")], ["Owner", f.owner], ["In the tree", node], ["Used by", f.users.join(", ") || "no request now"], ["Verified", f.verified_s === null || !["tree", "request"].includes(f.state) ? "" : `${span(Math.max(0, f.verified_s))} ago`], ["Failures", f.failures ? String(f.failures) : ""], ["Held by", holds]]),
         el("h3", {}, "History"), el("ol", { class: "history" }, ...log.split("; ").filter(Boolean).map((line) => el("li", {}, line))),
         ...stamped.slice(0, 1).flatMap(([lane, rows]) => [el("h3", {}, `Stamps (${lane.replace("_", " ")})`), el("table", { class: "stamps" }, el("thead", {}, el("tr", {}, ...["Slot", "Token", "Position", "Chain", "Digest"].map((h) => el("th", { scope: "col" }, h)))), el("tbody", {}, ...rows.map(([token, at, chain, digest], i) => el("tr", {}, el("td", {}, f.first_slot + i), el("td", {}, token), el("td", {}, at), el("td", { title: chain }, chain.slice(0, 8)), el("td", { title: digest }, digest.slice(0, 8))))))])];
     }, () => openPage(engine, pool, page));

@@ -8,8 +8,8 @@ const CHARTS = [
   { title: "Tokens per second", series: [["generated", "generated_rate", sum, "--c1"], ["prompt", "prompt_rate", sum, "--c2"]], word: number, zero: true },
   { title: "First token", series: [["median", "ttft_ms", most, "--c1"]], word: millis, points: true },
   { title: "Between tokens", series: [["median", "itl_ms", most, "--c1"]], word: millis },
-  { title: "Requests", series: [["running", "running", sum, "--c1"], ["queued", "queued", sum, "--c2"]], word: number, zero: true },
-  { title: "Found in the cache", series: [["of prompt tokens", "hit_rate", mean, "--c1"]], word: (v) => (v === null || v === undefined ? "–" : `${Math.round(v * 100)} %`), top: 1, points: true },
+  { title: "Requests", series: [["running", "running", sum, "--c1"], ["queued", "queued", sum, "--c2"]], word: (v) => number(v === null || v === undefined ? v : Math.round(v)), zero: true },
+  { title: "Found in the cache", series: [["of the prompts", "hit_rate", mean, "--c1"]], word: (v) => (v === null || v === undefined ? "–" : `${Math.round(v * 100)} %`), top: 1, points: true },
   { title: "Decode step", series: [["step", "step_ms", most, "--c1"], ["floor", "floor_ms", most, "--c2", true]], word: millis },
 ];
 
@@ -29,10 +29,10 @@ function seriesOf(engines, name, join) {
 class Rates {
   constructor(root) {
     this.cards = CHARTS.map((chart) => {
-      const value = el("strong", {}, "–"), second = el("span", { class: "second" }), plot = el("div", { class: "plot", "aria-hidden": "true" });
-      const box = el("figure", { class: "card" }, el("figcaption", {}, el("span", { class: "title" }, chart.title), value, second), plot);
+      const value = el("strong", {}, "–"), second = el("span", { class: "second" }), peak = el("span", { class: "second" }), plot = el("div", { class: "plot", "aria-hidden": "true" });
+      const box = el("figure", { class: "card", title: "The last two minutes" }, el("figcaption", {}, el("span", { class: "title" }, chart.title), peak, value, second), plot);
       root.append(box);
-      return { chart, box, value, second, plot };
+      return { chart, box, value, second, peak, plot };
     });
     this.theme = ""; this.drawn = 0;
   }
@@ -52,6 +52,7 @@ class Rates {
       const values = data.slice(1).flat().filter((v) => v !== null), top = chart.top || Math.max(1e-3, ...values) * 1.15;
       card.plotter.setScale("y", { min: 0, max: top }); card.plotter.setScale("x", { min: Math.max(end - 120, first), max: end });
       const last = found.map((f) => { for (let t = end; t > end - (chart.zero ? 4 : 120); t--) if (f.get(t) !== null && f.get(t) !== undefined) return f.get(t); return null; });
+      card.peak.textContent = chart.top || !values.length ? "" : `peak ${chart.word(Math.max(...values))}`;
       card.value.textContent = chart.word(last[0]);
       card.second.textContent = chart.series.length > 1 ? `${chart.series[1][0]} ${chart.word(last[1])}` : chart.series[0][0];
       card.box.setAttribute("aria-label", `${chart.title}: ${chart.series.map(([word], i) => `${word} ${chart.word(last[i])}`).join(", ")}`);

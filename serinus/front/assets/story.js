@@ -52,12 +52,12 @@ class Incidents {
     for (const t of s.told.slice(0, 4)) steps.push([s.first + 0.001, "told", t.engine.name, `was told by ${t.by}: ${t.reason}`, null]);
     const mode = first.engine.sections.health ? first.engine.sections.health.mode : "";
     if (s.healed) {
-      const from = Object.entries(s.healed.repaired || {}).filter(([, n]) => n).map(([k, n]) => `${count(n)} from ${k}`).join(", ");
-      steps.push([s.at + 0.002, "healed", first.engine.name, `the page is quarantined; ${short(s.healed.client)} went back to its last verified token and ${s.healed.ended ? `was computed again${from ? ` (tokens: ${from})` : ""}: the right answer left` : "is computed again"}`, null]);
+      const from = Object.entries(s.healed.repaired || {}).filter(([, n]) => n).map(([k, n]) => k === "computed" ? `${count(n)} computed` : `${count(n)} from ${k}`).join(", ");
+      steps.push([s.at + 0.002, "healed", first.engine.name, `the page was quarantined; ${short(s.healed.client)} went back to its last verified token and ${s.healed.ended ? `was computed again${from ? ` (tokens: ${from})` : ""}: the right answer left` : "is computed again"}`, null]);
     } else steps.push([s.at + 0.002, mode === "log" ? "logged" : "quarantined", first.engine.name, mode === "log" ? "only logged (--kv-canary log): the request goes on with it" : mode === "raise" ? "the page is quarantined; requests that used it end with a 500 that names it" : mode === "heal" ? "the page is quarantined: no request reads it again; those that did go back to their last verified token" : "the page is quarantined: no request reads it again", null]);
     const outcome = s.healed ? "healed" : mode === "log" ? "logged only" : "quarantined";
     return el("article", { class: `story ${s.healed ? "ok" : mode === "log" ? "bad" : "held"}` },
-      el("header", {}, el("span", { class: "sign", "aria-hidden": "true" }), el("h3", {}, wordsOfReason(first.reasons)), el("span", { class: "tag" }, outcome), el("span", { class: "spacer" }), el("time", {}, hour(s.first))),
+      el("header", {}, el("span", { class: "sign", "aria-hidden": "true" }), el("h3", { class: "title" }, wordsOfReason(first.reasons)), el("span", { class: "tag" }, outcome), el("span", { class: "spacer" }), el("time", {}, hour(s.first))),
       el("p", { class: "quiet" }, `${s.rid ? `Request ${short(s.rid)} · ` : ""}${[...new Set(s.incidents.map((i) => i.engine.name))].join(", ")} · ${first.part}`),
       el("ol", {}, ...steps.map(([, kind, who, what]) => el("li", { class: kind }, el("b", {}, kind), el("span", { class: "by" }, who), el("span", {}, what)))),
       el("details", {}, el("summary", {}, "Evidence"), el("pre", {}, s.incidents.slice(0, 4).map((i) => `${i.reasons.join("|")} ${i.tags.join(",")} slot ${i.slot} position ${i.position}\n  token ${i.stored_token}, expected ${i.expected_token}\n  chain ${i.stored_hash}, expected ${i.expected_hash}\n  digest stored ${i.stored_digest}, found ${i.found_digest}\n  ${i.history}`).join("\n"))));
