@@ -75,10 +75,12 @@ def peers() -> Figure:
         rates = [engines[name][word]["tok_per_cpu_s"] for name in names]
         bars(axes, [words.get(name, name.replace(" ", ", ")) for name in names], rates, colours, "{:,.0f}")
         axes.set_title(f"{count} {shown} of {found['prompt']} + {found['output']} tokens")
-        axes.set_xlabel("tokens per second of CPU, prompts and answers (higher is better)")
+        axes.set_xlabel("tokens per CPU second (higher is better)")
     figure.axes[1].invert_yaxis()  # shared: both calls of bars have turned it
     about = ", ".join(f"{name} {number}" for name, number in versions.items())
-    return signed(figure, f"221M weights, {found['threads']} thread, {about}; {conditions('peers')}")
+    return signed(
+        figure, f"prompts and answers; 221M weights, {found['threads']} thread, {about}; {conditions('peers')}"
+    )
 
 
 def decode() -> Figure:

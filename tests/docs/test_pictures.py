@@ -51,6 +51,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     page = (tmp_path / "site" / "python.html").read_text(encoding="utf-8")
     assert "SamplingParams" in page
     assert "max_tokens" in page
+    assert (tmp_path / "site" / "search" / "search_index.js").exists(), "no search in pages that are opened as files"
 
 
 @pytest.mark.proof
@@ -59,7 +60,8 @@ def test_the_same_results_give_the_same_plots_with_their_numbers(tmp_path: Path)
         draw("plots.py", tmp_path / name)
     for picture in sorted((tmp_path / "one").iterdir()):
         assert picture.read_bytes() == (tmp_path / "two" / picture.name).read_bytes(), picture.name
-        assert (PICTURES / picture.name).exists()
+        kept = words_of(PICTURES / picture.name)
+        assert kept == words_of(picture), f"{picture.name} is not of the results that are kept: make pictures-plots"
         assert "commit" in words_of(picture), f"{picture.name} does not say where its numbers come from"
     job, matrix = result("job"), result("matrix")
     shown = words_of(tmp_path / "one" / "peers.svg")
