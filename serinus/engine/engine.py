@@ -278,12 +278,12 @@ class Engine:
         return not self.scheduler.idle and self._release_quarantined(now)
 
     def _release_quarantined(self, now: float) -> bool:
-        """Where requests wait for pages and nothing else is under way, only quarantined pages can stand in their way,
+        """Where requests found no room and nothing else is under way, only quarantined pages can stand in their way,
         and they would wait for ever. What was wrong in a page is overwritten before it is read."""
         stats = self.scheduler.stats()
         waiting = stats.num_queue_reqs + stats.num_decode_prealloc_queue_reqs
         others = stats.num_running_reqs + stats.num_decode_transfer_queue_reqs + stats.num_prefill_inflight_queue_reqs
-        if not waiting or others or stats.in_flight:
+        if not self.scheduler.is_blocked or others or stats.in_flight:
             return False
         count = self._cache.release_all_quarantined()
         if not count:

@@ -418,6 +418,11 @@ class Scheduler:
     # Statistics and checks
 
     @property
+    def is_blocked(self) -> bool:
+        """Whether a request that waits found no room at its last try. Others wait for files, or were not tried yet."""
+        return self._planner.blocked is not None or self.incoming.blocked is not None
+
+    @property
     def running_count(self) -> int:
         """Requests in the batch: prefilling or decoding."""
         return len(self._batch)

@@ -90,10 +90,11 @@ def test_what_the_host_gave_up_comes_back_from_files(toys: dict[str, Path], tmp_
     files = {"hicache_storage_backend": "file", "hicache_storage_dir": str(tmp_path),
              "hicache_storage_prefetch_policy": policy}  # fmt: skip
     engine = Tiers(toys["full"], **files)
+    cache = engine.built.cache
     add(engine, "one", PROMPT, 20, stream=False)
     run_until(engine, "one", 6)
     engine.rest()
-    assert engine.built.cache.evict(999, Tier.HOST) > 0
+    assert cache.evict(999, Tier.HOST) > 0
     damage(engine, "one", 8)
     while not engine.engine.idle:
         engine.turn()
@@ -102,8 +103,18 @@ def test_what_the_host_gave_up_comes_back_from_files(toys: dict[str, Path], tmp_
     assert engine.tokens("one") == toy_continue(engine.built.spec, PROMPT, 20)
     assert (each.repaired_from["device"], each.repaired_from.get("host", 0)) == (8, 0)
     assert each.repaired_from["storage"] >= 32
-    assert engine.built.cache.tiers.removals is not None
-    assert engine.built.cache.tiers.removals.pages == 0, "files were verified before they were stored"
+    assert cache.tiers.removals is not None
+    assert cache.tiers.removals.pages == 0, "files were verified before they were stored"
+    assert cache.stats().pages.quarantined == 1
+    engine.rest()
+    for tier in (Tier.DEVICE, Tier.HOST):
+        cache.evict(999, tier)
+    add(engine, "late", PROMPT, 5, stream=False)
+    engine.turn()
+    assert engine.engine.scheduler._states["late"].prefetching
+    assert cache.stats().pages.quarantined == 1, "a wait for files is no lack of pages"
+    engine.run()
+    assert engine.tokens("late") == toy_continue(engine.built.spec, PROMPT, 5)
     engine.built.close()
 
 

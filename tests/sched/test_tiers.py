@@ -3,6 +3,7 @@ requests that wait for a storage. The test ends copies; nothing here takes time.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -145,6 +146,34 @@ def test_a_request_that_waits_for_the_storage_holds_no_other_request_up() -> Non
     assert last is not None
     assert last.usage is not None
     assert last.usage.cached_tokens == {"storage": 20}
+
+
+def test_a_request_whose_files_have_just_come_is_not_one_without_room() -> None:
+    """Nothing is under way and it stands in its queue still: no reason to give quarantined pages out."""
+    engine = stored(prefetch_policy="wait_complete", min_remote_tokens=1)
+    engine.scheduler.add(replace(make_request("waits", PROMPT, max_new_tokens=2), prefill_address="p:1"), remote=True)
+    assert engine.scheduler.take_reservations(0.0) == ()
+    assert engine.plan() is None
+    while engine.scheduler.in_flight:
+        assert not engine.scheduler.is_blocked
+        engine.end_copies()
+        assert engine.plan() is None
+    assert engine.scheduler.stats().num_decode_prealloc_queue_reqs == 1
+    assert not engine.scheduler.is_blocked
+    assert engine.scheduler.is_remote("waits")
+
+
+def test_a_request_without_room_is_blocked_until_there_is_some() -> None:
+    engine = TinyEngine(page_count=9)
+    engine.add("runs", PROMPT[:12], max_new_tokens=16)
+    engine.step()
+    assert not engine.scheduler.is_blocked
+    engine.add("waits", [99, *PROMPT], max_new_tokens=4)
+    engine.step()
+    assert engine.scheduler.is_blocked
+    engine.run()
+    assert not engine.scheduler.is_blocked
+    assert engine.answers["waits"].finish is not None
 
 
 def test_the_deadline_of_a_prefetch_takes_what_has_come() -> None:
