@@ -30,11 +30,16 @@ _PORTS = {30000: "serinus serve", 8000: "serinus up and router"}
 _SHM_BYTES_MIN = 256 << 20
 _MEMORY_BYTES_MIN = 2 << 30
 _EXTRAS = {
-    "nixl": ("nixl._api", "pip install -e '.[nixl]'"),
-    "ray": ("ray", "pip install -e '.[ray]'"),
-    "mooncake": ("mooncake.engine", "pip install -e '.[mooncake]', and libibverbs (apt-get install libibverbs1)"),
-}
-"""Optional: ways of a handoff, a cluster; what must load, and how it is installed."""
+    "demo": ("openai", "for serinus demo", ""),
+    "otel": ("opentelemetry.sdk", "for --otlp-traces-endpoint", ""),
+    "ray": ("ray", "for serinus up --ray", ""),
+    "nixl": ("nixl._api", "for --disaggregation-transfer-backend nixl", ""),
+    "mooncake": (
+        "mooncake.engine", "for --disaggregation-transfer-backend mooncake",
+        ", and libibverbs (apt-get install libibverbs1)",
+    ),
+}  # fmt: skip
+"""Optional: what must load, what it is for, and what else it needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +54,13 @@ class MachineCheck:
     """What to do about a limitation or a fault; empty = there is none."""
     bad: bool = False
     """It does not work."""
+    absent: bool = False
+    """It is optional, and not there."""
 
     @property
     def grade(self) -> str:
-        """ok, note (works with a limitation) or bad."""
-        return "bad" if self.bad else "note" if self.advice else "ok"
+        """ok, note (works with a limitation), - (optional, not there) or bad."""
+        return "bad" if self.bad else "-" if self.absent else "note" if self.advice else "ok"
 
 
 def run(command: Command, words: Sequence[str]) -> int:
@@ -94,7 +101,7 @@ def run(command: Command, words: Sequence[str]) -> int:
 
 
 def _gb(count: float) -> str:
-    return f"{count / 1e9:.1f} GB"
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def _memory() -> dict[str, int]:
@@ -139,14 +146,15 @@ def packages() -> Iterator[MachineCheck]:
 
 
 def extras() -> Iterator[MachineCheck]:
-    """What handoffs may use besides shared memory and TCP."""
-    for name, (module, install) in _EXTRAS.items():
+    """What Serinus may use, and does without."""
+    for name, (module, purpose, further) in _EXTRAS.items():
         try:
             import_module(module)
-        except ImportError as error:
-            yield MachineCheck(what=f"extra {name}", seen=f"not installed ({error}): {install}")
+        except ImportError:
+            how = f"pip install -e '.[{name}]'{further}"
+            yield MachineCheck(what=f"extra {name}", seen=f"not installed, {purpose}: {how}", absent=True)
         else:
-            yield MachineCheck(what=f"extra {name}", seen=f"installed (--disaggregation-transfer-backend {name})")
+            yield MachineCheck(what=f"extra {name}", seen=f"installed, {purpose}")
 
 
 def threads(config: ServeConfig) -> Iterator[MachineCheck]:
@@ -331,7 +339,7 @@ def _room(page_count: int, page_size: int, page_bytes: int) -> str:
     )
 
 
-_GRADES = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}
+_GRADES = {"ok": "[green]ok[/]", "-": "[dim]-[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}
 
 
 def findings_table(findings: Sequence[MachineCheck], title: str) -> Table:

@@ -30,8 +30,9 @@ class LoadProgress:
         """All weights are packed."""
         if self._done:
             now = self._clock.now()
-            _log.info("weights: %.2f GB in %.1f s%s", self._done / 1e9, now - self._began, self._rate(now))
+            size = f"{self._done / 1e9:.2f} GB" if self._done >= 1e8 else f"{self._done / 1e6:.1f} MB"
+            _log.info("weights: %s in %.1f s%s", size, now - self._began, self._rate(now))
 
     def _rate(self, now: float) -> str:
         spent = now - self._began
-        return f", {self._done / spent / 1e9:.1f} GB/s" if spent > 0 else ""
+        return f", {self._done / spent / 1e9:.1f} GB/s" if spent > 0 and self._done >= 1e8 else ""

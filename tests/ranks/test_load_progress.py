@@ -39,6 +39,11 @@ def test_a_long_load_is_told_every_five_seconds_and_a_short_one_once(caplog: pyt
     ]
     progress.end()
     assert lines(caplog) == ["weights: 11.00 GB in 12.0 s, 0.9 GB/s"]
+    small = LoadProgress(clock)
+    small(4_100_000, 4_100_000)
+    clock.advance(0.5)
+    small.end()
+    assert lines(caplog) == ["weights: 4.1 MB in 0.5 s"]
     LoadProgress(clock).end()
     assert not lines(caplog), "dummy weights were not read"
 

@@ -181,7 +181,7 @@ class RayEngine:
 
     async def _start(self) -> None:
         """Start its actors and their processes. Raises RayError, SerinusError."""
-        self.state, self._ranks = State.STARTING, []
+        self.state, self._ranks, self.why = State.STARTING, [], ""
         _log.info("serinus: %s starts on %s", self.name, ", ".join(self.nodes))
         mesh = mesh_of(self.config)
         for rank in range(mesh.size):

@@ -166,7 +166,9 @@ class _Group:
                 if self._config.ray.scales:
                     scaling = asyncio.create_task(self._scale())
             elif not is_ready and self._clock.now() - self._started > self._config.up.ready_s_max:
-                late = "; ".join(f"{each.name} {each.state}: {each.why}" for each in staying if not each.url)
+                late = "; ".join(
+                    f"{each.name} {each.state}{each.why and ': '}{each.why}" for each in staying if not each.url
+                )
                 self._fail(f"not ready within {self._config.up.ready_s_max:g} s: {late}", 1)
             if scaling is not None and scaling.done():
                 scaling.result()
