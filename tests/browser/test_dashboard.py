@@ -167,6 +167,10 @@ UNNAMED = """[...document.querySelectorAll('button, canvas, [role=img], [role=ta
   !e.getAttribute('aria-labelledby')).map((e) => e.outerHTML.slice(0, 99))"""
 
 
+TOO_WIDE = """[document.documentElement, ...document.querySelectorAll('.card, .headline, .bar')].filter((e) =>
+  e.scrollWidth > e.clientWidth + 1).map((e) => e.outerHTML.slice(0, 99))"""
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_words_can_be_read_in_light_and_dark_and_every_part_has_a_name(chromium: Any, up: Server, scheme: str) -> None:
     with opened(chromium, up.url, color_scheme=scheme) as shown:
@@ -177,6 +181,9 @@ def test_words_can_be_read_in_light_and_dark_and_every_part_has_a_name(chromium:
         ground = shown.page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
         red = int(ground.split("(")[1].split(",")[0])
         assert (red > 128) == (scheme == "light"), ground
+        for width in (1440, 1360, 1000, 420):
+            shown.page.set_viewport_size({"width": width, "height": 900})
+            assert shown.page.evaluate(TOO_WIDE) == [], width
         unnamed = shown.page.evaluate(UNNAMED)
         assert not unnamed, unnamed
         assert shown.page.get_attribute("#words", "aria-live") == "polite"

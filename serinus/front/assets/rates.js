@@ -30,7 +30,7 @@ class Rates {
   constructor(root) {
     this.cards = CHARTS.map((chart) => {
       const value = el("strong", {}, "–"), second = el("span", { class: "second" }), peak = el("span", { class: "second" }), plot = el("div", { class: "plot", "aria-hidden": "true" });
-      const box = el("figure", { class: "card", title: "The last two minutes" }, el("figcaption", {}, el("span", { class: "title" }, chart.title), peak, value, second), plot);
+      const box = el("figure", { class: "card", title: "The last two minutes" }, el("figcaption", {}, el("span", { class: chart.top ? "title wide" : "title" }, chart.title), chart.top ? "" : peak, value, second), plot);
       root.append(box);
       return { chart, box, value, second, peak, plot };
     });
