@@ -5,10 +5,8 @@ A renderer says what the beginning, the growth and the end of a block look like 
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -190,19 +188,6 @@ def chat_body(body: OpenAiBody, **fields: Any) -> ChatBody:
     chat = ChatBody(**{**shared, **fields})
     refuse_unsupported(chat)
     return chat
-
-
-@contextmanager
-def fields_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors of the chat that is made within name fields as the client does: `names` has patterns of a chat's fields,
-    and what stands there in his body; the first that fits counts."""
-    try:
-        yield
-    except BadRequest as error:
-        renamed = (re.sub(pattern, name, error.field) for pattern, name in names.items())
-        if field := next((each for each in renamed if each != error.field), ""):
-            error.rename(field)
-        raise
 
 
 def named_event(name: str, fields: dict[str, Any]) -> bytes:

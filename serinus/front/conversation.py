@@ -13,6 +13,7 @@ from serinus.core.ids import new_rid
 from serinus.core.request import FinishReason
 from serinus.front.calls import Ask, Event, SequenceState
 from serinus.front.grammars import grammar_field
+from serinus.front.parse import fields_as
 from serinus.front.sampling import check_chars, from_chat
 from serinus.front.schemas import ChatBody
 from serinus.front.state import Front
@@ -187,7 +188,10 @@ async def prepare(front: Front, body: ChatBody, *, limit_field: str, field: str 
         extra=extra,
     )
     then, budget = params.grammar, thinking_budget(body, style, tokenizer)
-    params = replace(params, grammar=thoughts_first(style, text, then, budget, tokenizer))
+    separates = body.separate_reasoning is not False
+    with fields_as({r"^grammar": grammar_name}):
+        grammar = thoughts_first(style, text, then, budget, tokenizer, shown=separates)
+    params = replace(params, grammar=grammar)
     special = bool(body.add_special_tokens)  # templates write their own
     asks = await front.asks(
         field,
@@ -197,5 +201,5 @@ async def prepare(front: Front, body: ChatBody, *, limit_field: str, field: str 
         add_special_tokens=special,
         grammar_fields=[grammar_name],
     )
-    thinks = body.separate_reasoning is not False and (then is None or params.grammar is not then)
+    thinks = separates and (then is None or params.grammar is not then)
     return Conversation(asks=asks, style=style, use=use, body=body, thinks=thinks)

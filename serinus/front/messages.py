@@ -9,9 +9,10 @@ import msgspec
 from serinus.core.errors import BadRequest
 from serinus.front.agent_answers import TokenCount
 from serinus.front.agent_schemas import MessagesBody
-from serinus.front.blocks import Block, BlockRenderer, chat_body, fields_as, fresh_id, named_event
+from serinus.front.blocks import Block, BlockRenderer, chat_body, fresh_id, named_event
 from serinus.front.conversation import Conversation, prepare
 from serinus.front.exchange import HttpExchange
+from serinus.front.parse import fields_as
 from serinus.front.render import encode
 from serinus.front.schemas import ChatBody, JsonSchemaFormat, ResponseFormat
 from serinus.front.state import Front

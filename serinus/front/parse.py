@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, TypeVar
@@ -16,7 +17,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from serinus.core.errors import BadRequest
-from serinus.front.schemas import GenerateBody, NativeSampling, StreamOptions
+from serinus.front.schemas import (
+    GenerateBody,
+    JsonSchemaFormat,
+    NativeSampling,
+    ResponseFormat,
+    StreamOptions,
+    StructuredOutputs,
+)
 
 _BodyT = TypeVar("_BodyT", bound=msgspec.Struct)
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<key>key in )?(?:`)?\$?(?P<path>[^`]*)`)?$", re.DOTALL)
@@ -111,6 +119,19 @@ def _check_counts(raw: bytes, values_max: int) -> None:
             raise BadRequest("body", f"more than {values_max} values", f"at most {values_max} (a token id is one)")
 
 
+@contextmanager
+def fields_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors within name fields as the client does: `names` has patterns of fields as they are named here, and what
+    stands there in his body; the first that fits counts."""
+    try:
+        yield
+    except BadRequest as error:
+        renamed = (re.sub(pattern, name, error.field) for pattern, name in names.items())
+        if field := next((each for each in renamed if each != error.field), ""):
+            error.rename(field)
+        raise
+
+
 class _Verbatim:
     """JSON that Python has no value for, shown as it came."""
 
@@ -190,6 +211,9 @@ def unknown_fields(raw: bytes, body_type: type[msgspec.Struct]) -> list[str]:
     unknown = _unknown(given, body_type)
     if "stream_options" in given and "stream_options" in body_type.__struct_fields__:
         unknown += _unknown(msgspec.json.decode(given["stream_options"]) or {}, StreamOptions, "stream_options.")
+    for name, struct in _OF_GRAMMARS.items():
+        if name in given and name in body_type.__struct_fields__:
+            check_known(msgspec.json.decode(given[name]) or {}, struct, name)
     if "sampling_params" in given and body_type is GenerateBody:
         params = msgspec.json.decode(given["sampling_params"]) or {}
         if isinstance(params, dict):
@@ -198,6 +222,25 @@ def unknown_fields(raw: bytes, body_type: type[msgspec.Struct]) -> list[str]:
             for index, each in enumerate(params):
                 _unknown(each, NativeSampling, f"sampling_params[{index}].")
     return unknown
+
+
+def check_known(given: Mapping[str, Any], struct: type[msgspec.Struct], where: str) -> None:
+    """Raise BadRequest for a field that an object which asks for a grammar does not have: the answer would not follow
+    it, and that would not be seen."""
+    names = struct.__struct_fields__
+    for name, value in given.items():
+        if name not in names and value is not None:
+            field = f"{where}.{name[:_NAME_CHARS_MAX]}"
+            raise BadRequest(field, value, f"one of {', '.join(names)}: what an answer must look like is not ignored")
+    if struct is ResponseFormat and given.get("json_schema") is not None:
+        check_known(given["json_schema"], JsonSchemaFormat, f"{where}.json_schema")
+
+
+_OF_GRAMMARS: dict[str, type[msgspec.Struct]] = {
+    "response_format": ResponseFormat,
+    "structured_outputs": StructuredOutputs,
+}
+"""Fields that hold an object which asks for a grammar."""
 
 
 def _unknown(given: Mapping[str, Any], struct: type[msgspec.Struct], where: str = "") -> list[str]:

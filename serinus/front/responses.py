@@ -9,12 +9,13 @@ import msgspec
 
 from serinus.core.errors import BadRequest
 from serinus.front.agent_schemas import ResponsesBody
-from serinus.front.blocks import Block, BlockRenderer, chat_body, fields_as, fresh_id, named_event
+from serinus.front.blocks import Block, BlockRenderer, chat_body, fresh_id, named_event
 from serinus.front.calls import Call
 from serinus.front.conversation import Conversation, prepare
 from serinus.front.exchange import HttpExchange
+from serinus.front.parse import check_known, fields_as
 from serinus.front.response_items import messages_of
-from serinus.front.schemas import ChatBody, ResponseFormat
+from serinus.front.schemas import ChatBody, JsonSchemaFormat, ResponseFormat
 from serinus.front.state import Front
 from serinus.text import DeltaKind, Tokenizer
 
@@ -101,6 +102,7 @@ def _response_format(text: Mapping[str, Any] | None) -> ResponseFormat | None:
         raise BadRequest("text.format", given, "an object with type text, json_object or json_schema")
     flat = given.get("type") == "json_schema"
     nested = {"type": "json_schema", "json_schema": {k: v for k, v in given.items() if k != "type"}} if flat else given
+    check_known(nested["json_schema"] if flat else nested, JsonSchemaFormat if flat else ResponseFormat, "text.format")
     try:
         return msgspec.convert(nested, ResponseFormat)
     except msgspec.ValidationError as err:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 from serinus.core.errors import BadRequest
 from serinus.core.grammar import Grammar
 from serinus.front.schemas import ChatBody
-from serinus.text import AnswerStyle, Tokenizer, tag_rules
-
-_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Whitespace between tokens of JSON: more is of no use, and a model could write it for ever."""
+from serinus.text import AnswerStyle, Tokenizer, grammar_rules
 
 
 def thinking_budget(body: ChatBody, style: AnswerStyle, tokenizer: Tokenizer) -> int | None:
@@ -29,41 +23,27 @@ def thinking_budget(body: ChatBody, style: AnswerStyle, tokenizer: Tokenizer) ->
 
 
 def thoughts_first(
-    style: AnswerStyle, prompt: str, then: Grammar | None, budget: int | None, tokenizer: Tokenizer
+    style: AnswerStyle, prompt: str, then: Grammar | None, budget: int | None, tokenizer: Tokenizer, *, shown: bool
 ) -> Grammar | None:
     """The grammar of an answer to `prompt` that begins with thoughts, of `budget` tokens at most, if the prompt opens
-    them or the model does; it goes on as `then` says, None = as it likes.
+    them or the model does; it goes on as `then` says, None = as it likes. `shown`: thoughts are told apart from the
+    content, so the model may open some before `then`.
 
-    `then` itself, where no other is needed, or none can be made: it is no JSON and no structural tag, or the marks are
-    no tokens. Raises BadRequest: a budget beside such a grammar.
+    `then` itself, where no other is needed, or the marks are no tokens. Raises BadRequest, by the name `grammar`.
     """
     form = style.reasoning
     is_open = form is not None and form.is_open(prompt)
-    if form is None or (budget is None and (then is None or not is_open)):
+    if form is None or (budget is None and (then is None or not (is_open or (shown and not form.is_closed(prompt))))):
         return then
     begin, end = tokenizer.token_id(form.begin), tokenizer.token_id(form.end)
-    rest = _rest(then, tokenizer)
-    if end is None or begin is None or rest is None:
-        if budget is None:
-            return then
-        raise BadRequest("thinking_token_budget", budget, "a JSON schema, or no grammar, beside it")
+    if end is None or begin is None:
+        return then  # and there is no budget
     thoughts = f"<[^{end}]>*" if budget is None else f"<[^{end}]>{{0,{budget}}}" if budget else ""
     start = f"{thoughts} <[{end}]> rest"
     if not is_open:
         start = f"<[{begin}]> {start} | " + ("rest" if then is not None else f"<[^{begin}]>*")
+    rest = "rest: <[*]>*"
+    if then is not None:
+        rules = grammar_rules(then, tokenizer.special_texts, "then")
+        rest = f"rest: SPACE? then\nSPACE: /\\s{{1,4}}/\n{rules}"
     return Grammar.of("lark", "\n".join(["%llguidance {}", f"start: {start}", rest]))
-
-
-def _rest(then: Grammar | None, tokenizer: Tokenizer) -> str | None:
-    """The rule `rest`; None = it cannot be said in one grammar with thoughts."""
-    if then is None:
-        return "rest: <[*]>*"
-    if then.kind == "structural_tag":
-        return f"rest: SPACE? calls\nSPACE: /\\s{{1,4}}/\n{tag_rules(then.text, tokenizer.special_texts, 'calls')}"
-    if then.kind not in ("json_object", "json_schema"):
-        return None
-    schema: Any = {"type": "object"} if then.kind == "json_object" else json.loads(then.text)
-    if not isinstance(schema, dict):
-        schema = {"allOf": [schema]}
-    schema = {"x-guidance": {"whitespace_pattern": _SPACE}, **schema}
-    return f"rest: SPACE? json\nSPACE: /\\s{{1,4}}/\njson: %json {json.dumps(schema, ensure_ascii=False)}"

@@ -14,7 +14,7 @@ from serinus.text.detokenizer import Detokenizer, byte_of_char
 from serinus.text.embedding import EmbeddingUse, load_embedding_use
 from serinus.text.forced_calls import forced_tag
 from serinus.text.generation import GenerationConfig, load_generation_config, tokenizer_eos_ids
-from serinus.text.grammar_source import tag_rules
+from serinus.text.grammar_source import grammar_rules
 from serinus.text.grammars import GrammarCompiler, GrammarFailed, GrammarState, GrammarVocabulary
 from serinus.text.messages import checked_messages
 from serinus.text.output import OutputProcessor, TextPiece
@@ -46,9 +46,9 @@ __all__ = [
     "byte_of_char",
     "checked_messages",
     "forced_tag",
+    "grammar_rules",
     "load_embedding_use",
     "load_generation_config",
     "load_tokenizer",
-    "tag_rules",
     "tokenizer_eos_ids",
 ]

@@ -22,8 +22,11 @@ class ReasoningFormat:
 
     def is_open(self, prompt: str) -> bool:
         """Whether the answer to this prompt begins with thoughts: the template has written their opening mark."""
-        tail = prompt[-256:].rstrip()
-        return tail.endswith(self.begin) or (self.always and not tail.endswith(self.end))
+        return prompt[-256:].rstrip().endswith(self.begin) or (self.always and not self.is_closed(prompt))
+
+    def is_closed(self, prompt: str) -> bool:
+        """Whether the template has written thoughts that have ended: the answer has none."""
+        return prompt[-256:].rstrip().endswith(self.end)
 
 
 REASONING_FORMATS = (

@@ -19,6 +19,7 @@ from serinus.text import GrammarVocabulary, Tokenizer
 from serinus.text.grammar_source import library_source
 from serinus.wire.messages import Generate
 
+CLOSED = {"role": "assistant", "content": "<think>hm</think>"}
 USER = {"role": "user", "content": "hello"}
 WEATHER = {
     "type": "function",
@@ -274,7 +275,52 @@ def test_a_budget_of_thoughts_forces_their_end(thinker: tuple[RunningFront, Scri
     ask(thinker, f"{begin}</think>Yes.", thinking_budget=0, chat_template_kwargs={"enable_thinking": is_open})
     assert takes(script, grammar_of(front), f"{begin}x") == begin
     assert refused(thinker, thinking_token_budget=-1)[0] == "thinking_token_budget"
-    assert refused(thinker, thinking_token_budget=5, regex="a+")[0] == "thinking_token_budget"
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "good", "bad"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"a": 1}', "n"),
+        ({"json_schema": '{"enum": ["yes"]}'}, '"yes"', '"n'),
+        ({"regex": "[0-9]{3}/"}, "123/", "a"),
+        ({"guided_choice": ["yes", "no"]}, "yes", "yet"),
+        ({"ebnf": 'root ::= "a" n\nn ::= [0-9]'}, "a1", "b"),
+        ({"guided_grammar": "%llguidance {}\nstart: A\nA: /[xy]+/"}, "xyx", "z"),
+        ({"structural_tag": {"format": {"type": "const_string", "value": "ok"}}}, "ok", "x"),
+    ],
+)
+def test_any_grammar_holds_behind_the_thoughts(
+    thinker: tuple[RunningFront, Script], asked: dict[str, Any], good: str, bad: str, is_open: bool
+) -> None:
+    front, script = thinker
+    begin, more = "" if is_open else "<think>", {"chat_template_kwargs": {"enable_thinking": is_open}}
+    message = ask(thinker, f"{begin}hm</think>\n{good}", **asked, **more)["message"]
+    assert (message["content"], message["reasoning_content"]) == (good, "hm")
+    grammar = grammar_of(front)
+    assert takes(script, grammar, f"{begin}hm</think>\n{good}") == f"{begin}hm</think>\n{good}"
+    assert takes(script, grammar, f"{begin}hm</think>{bad}") == f"{begin}hm</think>{bad[:-1]}"
+    if not is_open:
+        assert takes(script, grammar, good) == good
+        assert takes(script, grammar, bad) == bad[:-1]
+    ask(thinker, f"{begin}h</think>{good}", **asked, **more, thinking_budget=1)
+    assert takes(script, grammar_of(front), f"{begin}hm") == f"{begin}h"
+
+
+def test_thoughts_that_are_not_told_apart_or_are_over_are_none(thinker: tuple[RunningFront, Script]) -> None:
+    front, script = thinker
+    for more in ({"separate_reasoning": False}, {"messages": [USER, CLOSED], "continue_final_message": True}):
+        ask(thinker, "123", **{"regex": "[0-9]{3}", "add_generation_prompt": False, **more})
+        assert takes(script, grammar_of(front), "<think>") == ""
+        assert takes(script, grammar_of(front), "123") == "123"
+
+
+def test_a_grammar_that_is_wrong_behind_thoughts_is_refused_by_its_field(thinker: tuple[RunningFront, Script]) -> None:
+    more = {"chat_template_kwargs": {"enable_thinking": True}}
+    field, said = refused(thinker, structural_tag={"format": {"type": "yaml"}}, **more)
+    assert (field, "one of const_string" in said) == ("structural_tag.format.type", True)
+    assert refused(thinker, guided_choice=["a", ""], **more)[0] == "guided_choice"
+    assert refused(thinker, ebnf="root := x", **more)[0] == "ebnf"
 
 
 def test_a_model_without_marks_as_tokens_has_no_budget(scripted: tuple[RunningFront, Script]) -> None:

@@ -68,7 +68,7 @@ CONST = {"type": "const_string", "value": "n="}
 ANY = {"type": "tag", "begin": "T", "content": {"type": "any_text"}, "end": "#"}
 
 
-def triggered(**more: bool) -> dict[str, Any]:
+def triggered(**more: Any) -> dict[str, Any]:
     return {"format": {"type": "triggered_tags", "triggers": ["<pad>", "T"], "tags": [CALLS, ANY], **more}}
 
 
@@ -85,11 +85,15 @@ def separated(**more: Any) -> dict[str, Any]:
         (TAG, "a < b", "a < b+"),
         (triggered(), "", "+"),
         (triggered(), "k <pad>a1; Tx#y", "k <pad>a1; Tx#y+"),
-        (triggered(at_least_one=True), "k", "k"),
-        (triggered(at_least_one=True), "k <pad>a1;", "k <pad>a1;+"),
+        (triggered(at_least_one=True), "k", "|"),
+        (triggered(at_least_one=True), "<pad>a1;k Tx#", "<pad>a1;k Tx#+"),
         (triggered(stop_after_first=True), "k <pad>a1;", "k <pad>a1;+."),
         (triggered(stop_after_first=True), "k", "k+"),
-        (triggered(stop_after_first=True, at_least_one=True), "k", "k"),
+        (triggered(stop_after_first=True, at_least_one=True), "k", "|"),
+        (triggered(stop_after_first=True, at_least_one=True), "Tx#", "Tx#+."),
+        (triggered(excludes=["no"]), "n <pad>a1; o n", "n <pad>a1; o n+"),
+        (triggered(excludes=["no"]), "no", "n|"),
+        (triggered(excludes=["no"]), "Tno#no", "Tno#n|"),
         (separated(), "<pad>a1;,Tx y#,<pad>a2;", "<pad>a1;,Tx y#,<pad>a2;+"),
         (separated(at_least_one=True), "", ""),
         (separated(at_least_one=True), "x", "|"),
@@ -100,6 +104,21 @@ def separated(**more: Any) -> dict[str, Any]:
             "n=5+",
         ),
         ({"format": {"type": "or", "elements": [{"type": "regex", "pattern": "[ab]{2}"}, INTEGER]}}, "ab", "ab+."),
+        ({"format": {"type": "grammar", "grammar": 'root ::= "a" n\nn ::= [0-9]'}}, "a1", "a1+."),
+        ({"format": {"type": "any_text", "excludes": ["no", "/"]}}, "now", "n|"),
+        ({"format": {"type": "any_text", "excludes": ["no", "/"]}}, "a/", "a|"),
+        ({"format": {**ANY, "end": ["#", "\n</t>"]}}, "Ta<b\n</t>", "Ta<b\n</t>+."),
+        ({"format": {**ANY, "end": ["#", "\n</t>"]}}, "Ta#", "Ta#+."),
+        ({"format": {**ANY, "content": {"type": "any_text", "excludes": ["no"]}}}, "Tno", "Tn|"),
+        ({"format": {**CALLS, "end": [";", "."]}}, "<pad>a1.", "<pad>a1.+."),
+        ({"format": {"type": "optional", "content": CONST}}, "", "+"),
+        ({"format": {"type": "optional", "content": CONST}}, "n=", "n=+."),
+        ({"format": {"type": "plus", "content": CONST}}, "", ""),
+        ({"format": {"type": "plus", "content": CONST}}, "n=n=", "n=n=+"),
+        ({"format": {"type": "star", "content": CONST}}, "n=n=x", "n=n=|"),
+        ({"format": {"type": "repeat", "min": 1, "max": 2, "content": CONST}}, "n=n=", "n=n=+."),
+        ({"format": {"type": "repeat", "min": 2, "max": -1, "content": CONST}}, "n=", "n="),
+        ({**TAG, "structures": [{"begin": "<f=a>", "schema": '{"const": 7}', "end": ""}]}, "<f=a>8", "<f=a>|"),
     ],
 )
 def test_a_structural_tag_takes_its_texts(
@@ -128,6 +147,17 @@ def test_a_structural_tag_takes_its_texts(
         ("structural_tag", {"structures": []}, "grammar", "with `structures` and `triggers`"),
         ("structural_tag", {**TAG, "triggers": ["x"]}, "grammar.format.tags[0].begin", "begins with one of ['x']"),
         ("structural_tag", {"format": {"type": "yaml"}}, "grammar.format.type", "one of const_string"),
+        ("structural_tag", {"format": {**CONST, "values": []}}, "grammar.format.values", "a const_string has value"),
+        ("structural_tag", {"format": {**ANY, "stop": "x"}}, "grammar.format.stop", "nothing: a tag has begin"),
+        ("structural_tag", {"format": {**INTEGER, "style": "qwen_xml"}}, "grammar.format.style", "json or nothing"),
+        ("structural_tag", {"format": {"type": "any_text", "excludes": [""]}}, "grammar.format.excludes", "not empty"),
+        (
+            "structural_tag",
+            {"format": {"type": "repeat", "min": 3, "max": 2, "content": CONST}},
+            "grammar.format.max",
+            "-1",
+        ),
+        ("structural_tag", {"format": {"type": "grammar", "grammar": "root := x"}}, "grammar", "rules `name ::= ...`"),
         ("structural_tag", {"format": {"type": "or", "elements": []}}, "grammar.format.elements", "at least one"),
         ("structural_tag", {"format": {"type": "json_schema", "json_schema": {"not": {}}}}, "grammar", '["not"]'),
     ],
