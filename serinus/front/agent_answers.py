@@ -80,9 +80,9 @@ class ResponseObject(HttpAnswer, kw_only=True):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
     background: bool
-    error: None
+    error: dict[str, str] | None
     incomplete_details: dict[str, str] | None
     instructions: str | None
     max_output_tokens: int | None

@@ -28,6 +28,12 @@ class PromptDetails(HttpAnswer, kw_only=True):
     cached_tokens: int
 
 
+class CompletionDetails(HttpAnswer, kw_only=True):
+    """A part of usage."""
+
+    reasoning_tokens: int
+
+
 class OpenAiUsage(HttpAnswer, kw_only=True):
     """Token counts, as OpenAI has them."""
 
@@ -35,6 +41,8 @@ class OpenAiUsage(HttpAnswer, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    """Of chats, where thoughts are told apart."""
     kv_integrity: KvIntegrity | list[KvIntegrity | None] | UnsetType = UNSET
     """With a canary: the receipt of the answer, or of each."""
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from serinus.core.errors import BadRequest, SerinusError
 from serinus.core.ids import new_rid
 from serinus.core.request import FinishReason
@@ -60,6 +62,8 @@ class BlockRenderer(ABC):
         self.sequence = call.sequences[0]
         self.blocks: list[Block] = []
         self._reader = chat.any_reader(self.sequence)
+        self.cut = False
+        """Whether the answer has ended at its limit."""
         self._is_open = False
         self._begun = False
 
@@ -86,6 +90,10 @@ class BlockRenderer(ABC):
         """The events after the last block; `reason`: OpenAI's finish_reason."""
 
     @abstractmethod
+    def failed(self, error: dict[str, Any]) -> bytes:
+        """The events by which a stream that has begun says what went wrong; `error`: in OpenAI's form."""
+
+    @abstractmethod
     def whole(self, reason: str) -> dict[str, Any]:
         """The answer at once."""
 
@@ -107,7 +115,7 @@ class BlockRenderer(ABC):
             if not exchange.started:
                 raise
             exchange.status, body = error_of(err)
-            await exchange.end(b'event: error\ndata: {"type":"error",' + body[1:] + b"\n\n")
+            await exchange.end(self.failed(msgspec.json.decode(body)["error"]))
 
     def _reason(self) -> str:
         finish = self.sequence.finish
@@ -143,6 +151,7 @@ class BlockRenderer(ABC):
             for delta in self._reader.feed(event):
                 self._render(delta, out)
             if event.finish is not None:
+                self.cut = event.finish is FinishReason.LENGTH
                 if not self.blocks:
                     out.append(self._open(AnswerDelta(DeltaKind.CONTENT, "")))
                 self._close(out)
@@ -174,9 +183,8 @@ class BlockRenderer(ABC):
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of the thoughts, about: they are tokenized again."""
-        texts = [block.text for block in self.blocks if block.kind is DeltaKind.REASONING]
-        return sum(len(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        """Tokens of the thoughts."""
+        return self._reader.thought_tokens(self.sequence.output.token_ids, self.tokenizer)
 
 
 def chat_body(body: OpenAiBody, **fields: Any) -> ChatBody:

@@ -38,6 +38,7 @@ class _ChatRenderer(ChoiceRenderer):
         super().__init__(front, call, chat.body, tokenizer, start)
         self._with_logprobs = bool(chat.body.logprobs)
         self._readers = [chat.reader(sequence) for sequence in call.sequences]
+        self._thinks = chat.thinks and chat.style.reads_thoughts
 
     def content(self, sequence: SequenceState) -> dict[str, Any]:
         reader, text = self._readers[sequence.index], sequence.output.text
@@ -61,6 +62,16 @@ class _ChatRenderer(ChoiceRenderer):
     def finish_reason(self, sequence: SequenceState, finish: FinishReason) -> str:
         reader = self._readers[sequence.index]
         return finish.value if reader is None else reader.finish(finish)
+
+    def thought_tokens(self) -> int | None:
+        if not self._thinks:
+            return None
+        assert self._tokenizer is not None, "front: a chat was answered without a tokenizer"
+        pairs = zip(self._readers, self._call.sequences, strict=True)
+        return sum(
+            0 if reader is None else reader.thought_tokens(sequence.output.token_ids, self._tokenizer)
+            for reader, sequence in pairs
+        )
 
     def logprobs(self, sequence: SequenceState, *, first: bool) -> dict[str, Any] | None:
         return chat_logprobs(self._tokenizer, *self._fresh(sequence)) if self._with_logprobs else None

@@ -25,6 +25,8 @@ from serinus.text import (
     AnswerStyle,
     DeltaKind,
     PlainAnswer,
+    ReasoningFormat,
+    Tokenizer,
     WholeAnswer,
     answer_of,
     answer_style,
@@ -81,14 +83,19 @@ def _weight(message: dict[str, Any]) -> int:
 
 @dataclass(slots=True)
 class AnswerReader:
-    """Reads one answer as its text grows: what is shown of it, and the ids of its calls."""
+    """Reads one answer as its text grows: what is shown of it, the ids of its calls, the tokens of its thoughts."""
 
     _parser: AnswerParser
+    _form: ReasoningFormat | None
+    """The marks of thoughts; None = others, or none."""
     _calls_max: int | None
     _shows_reasoning: bool
     called: bool = False
     """Whether a call was shown."""
     _ids: dict[int, str] = field(default_factory=dict)
+    _thoughts: list[str] = field(default_factory=list)
+    _answers: bool = False
+    """Whether there was anything but thoughts."""
 
     def feed(self, event: Event) -> list[AnswerDelta]:
         """What one event adds to the answer."""
@@ -102,6 +109,8 @@ class AnswerReader:
         return answer
 
     def _shown(self, deltas: list[AnswerDelta]) -> list[AnswerDelta]:
+        self._thoughts += [delta.text for delta in deltas if delta.kind is DeltaKind.REASONING]
+        self._answers = self._answers or any(delta.kind is not DeltaKind.REASONING for delta in deltas)
         if self._calls_max is not None:
             deltas = [delta for delta in deltas if delta.index < self._calls_max]
         if not self._shows_reasoning:
@@ -112,6 +121,20 @@ class AnswerReader:
     def call_id(self, index: int) -> str:
         """The id of a call: the same each time, and of no other call anywhere."""
         return self._ids.setdefault(index, new_rid("call").replace("-", "_"))
+
+    def thought_tokens(self, ids: list[int], tokenizer: Tokenizer) -> int:
+        """How many of the tokens of this answer are thoughts: those before their end, without the marks. Where the
+        marks are no tokens it is about as many: the thoughts are tokenized again."""
+        if not self._thoughts:
+            return 0
+        marks = (self._form.begin, self._form.end) if self._form is not None else ("", "")
+        begin, end = map(tokenizer.token_id, marks)
+        begun = int(begin is not None and ids[0] == begin)
+        if end is not None and end in ids:
+            return ids.index(end) - begun
+        if not self._answers:
+            return len(ids) - begun
+        return min(len(ids), len(tokenizer.encode("".join(self._thoughts), add_special_tokens=False)))
 
     def finish(self, reason: FinishReason) -> str:
         """OpenAI's finish_reason: an answer that ended by itself and has calls ended for them."""
@@ -140,11 +163,12 @@ class Conversation:
         )
         if parser is None:
             return None
-        return AnswerReader(parser, use.calls_max if use else None, body.include_reasoning is not False)
+        calls_max = use.calls_max if use else None
+        return AnswerReader(parser, self.style.reasoning, calls_max, body.include_reasoning is not False)
 
     def any_reader(self, sequence: SequenceState) -> AnswerReader:
         """...or one by which all is content."""
-        return self.reader(sequence) or AnswerReader(PlainAnswer(), None, True)
+        return self.reader(sequence) or AnswerReader(PlainAnswer(), None, None, True)
 
 
 async def prepare(front: Front, body: ChatBody, *, limit_field: str, field: str = "messages") -> Conversation:

@@ -51,6 +51,8 @@ class ErrorAnswer(msgspec.Struct):
     """The body of every error."""
 
     error: ErrorInfo
+    type: Literal["error"] | msgspec.UnsetType = msgspec.UNSET
+    """Of /v1/messages, as Anthropic has it."""
 
 
 def error_json(message: str, kind: str, *, param: str | None = None, code: str | int | None = None) -> bytes:
@@ -253,6 +255,8 @@ class HttpExchange:
             if status == 401:
                 self.headers.append((b"www-authenticate", b"Bearer"))
             self.headers.extend(getattr(err, "headers", ()))
+            if self.path.startswith("/v1/messages"):
+                body = b'{"type":"error",' + body[1:]
             await self.reply(status, body, b"application/json")
         else:
             self.status = status

@@ -186,6 +186,9 @@ class _MessageRenderer(BlockRenderer):
         delta = {"stop_reason": stop_reason, "stop_sequence": matched}
         return named_event("message_delta", {"delta": delta, "usage": self._usage()}) + named_event("message_stop", {})
 
+    def failed(self, error: dict[str, Any]) -> bytes:
+        return named_event("error", {"error": error})
+
     def whole(self, reason: str) -> dict[str, Any]:
         blocks = [
             _content_block(block, msgspec.json.decode(block.text) if block.kind is DeltaKind.CALL else {})

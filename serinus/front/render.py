@@ -32,13 +32,13 @@ async def stream(
     call: Call,
     exchange: HttpExchange,
     rendered: Callable[[Sequence[Event]], bytes],
-    usage_head: dict[str, Any] | None = None,
+    last: Callable[[], bytes] | None = None,
     *,
     keep_alive_s: float,
     comment: bytes = KEEP_ALIVE,
     done: bytes = _DONE,
 ) -> None:
-    """Answer with server-sent events: what `rendered` makes of the news, the usage under `usage_head` if any, `done`.
+    """Answer with server-sent events: what `rendered` makes of the news, what `last` says if anything, `done`.
 
     The stream opens with the first news, so that what is refused before it gets a status of its own; or with the first
     `comment`, where there is no news for `keep_alive_s`.
@@ -64,8 +64,7 @@ async def stream(
         if not shown(events):
             await exchange.push(left)
             left = b""
-    last = b"" if usage_head is None else event({**usage_head, "choices": [], "usage": _usage_of(call)})
-    await exchange.end(last + done)
+    await exchange.end((b"" if last is None else last()) + done)
 
 
 class ChoiceRenderer(ABC):
@@ -168,8 +167,8 @@ class ChoiceRenderer(ABC):
     async def answer(self, exchange: HttpExchange, *, streamed: bool) -> None:
         """Answer the request, as its sequences grow or when all have ended."""
         if streamed:
-            head = self._chunk_head if self._with_usage else None
-            await stream(self._call, exchange, self._chunks, head, keep_alive_s=self._front.settings.keep_alive_s)
+            last = self._usage_chunk if self._with_usage else None
+            await stream(self._call, exchange, self._chunks, last, keep_alive_s=self._front.settings.keep_alive_s)
             return
         await self._call.run()
         choices: list[dict[str, Any]] = []
@@ -183,7 +182,19 @@ class ChoiceRenderer(ABC):
             if self._with_meta:
                 choice["meta_info"] = self._meta(sequence)
             choices.append(choice)
-        await exchange.json({**self._whole_head, "choices": choices, "usage": _usage_of(self._call)})
+        await exchange.json({**self._whole_head, "choices": choices, "usage": self._usage()})
+
+    def _usage_chunk(self) -> bytes:
+        return event({**self._chunk_head, "choices": [], "usage": self._usage()})
+
+    def _usage(self) -> dict[str, Any]:
+        thoughts = self.thought_tokens()
+        details = {} if thoughts is None else {"completion_tokens_details": {"reasoning_tokens": thoughts}}
+        return {**_usage_of(self._call), **details}
+
+    def thought_tokens(self) -> int | None:
+        """Tokens of all answers that were thoughts; None = thoughts are not told apart."""
+        return None
 
 
 def _usage_of(call: Call) -> dict[str, Any]:

@@ -101,8 +101,9 @@ def _response_format(text: Mapping[str, Any] | None) -> ResponseFormat | None:
     if not isinstance(given, dict):
         raise BadRequest("text.format", given, "an object with type text, json_object or json_schema")
     flat = given.get("type") == "json_schema"
-    nested = {"type": "json_schema", "json_schema": {k: v for k, v in given.items() if k != "type"}} if flat else given
-    check_known(nested["json_schema"] if flat else nested, JsonSchemaFormat if flat else ResponseFormat, "text.format")
+    inner = {key: value for key, value in given.items() if key != "type"} if flat else given
+    check_known(inner, JsonSchemaFormat if flat else ResponseFormat, "text.format")
+    nested = {"type": "json_schema", "json_schema": inner} if flat else given
     try:
         return msgspec.convert(nested, ResponseFormat)
     except msgspec.ValidationError as err:
@@ -152,7 +153,18 @@ class _ResponseRenderer(BlockRenderer):
             done = self._event("output_text.done", **_place(block), text=block.text, logprobs=[])
         if block.kind is not DeltaKind.CALL:
             done += self._event("content_part.done", **_place(block), part=_part(block))
-        return done + self._event("output_item.done", output_index=block.place, item=_item(block, "completed"))
+        return done + self._event(
+            "output_item.done", output_index=block.place, item=_item(block, "incomplete" if self.cut else "completed")
+        )
+
+    def failed(self, error: dict[str, Any]) -> bytes:
+        code = error["code"] if isinstance(error["code"], str) else error["type"]
+        flat = {"code": code, "message": error["message"], "param": error["param"]}
+        self._count += 1
+        told = named_event("error", {"sequence_number": self._count - 1, **flat, "error": error})
+        items = [_item(block, "incomplete" if block is self.blocks[-1] else "completed") for block in self.blocks]
+        response = self._response("failed", items, {"code": "server_error", "message": error["message"]})
+        return told + self._event("failed", response=response)
 
     def finished(self, reason: str) -> bytes:
         return self._event("incomplete" if reason == "length" else "completed", response=self.whole(reason))
@@ -164,7 +176,9 @@ class _ResponseRenderer(BlockRenderer):
             items[-1]["status"] = "incomplete"
         return self._response(status, items)
 
-    def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
+    def _response(
+        self, status: str, items: list[dict[str, Any]], error: dict[str, str] | None = None
+    ) -> dict[str, Any]:
         body, sampling = self._body, self.sequence.ask.sampling
         return {
             "id": self.call.request_id,
@@ -172,7 +186,7 @@ class _ResponseRenderer(BlockRenderer):
             "created_at": self._created,
             "status": status,
             "background": False,
-            "error": None,
+            "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
@@ -188,7 +202,7 @@ class _ResponseRenderer(BlockRenderer):
             "tools": body.tools or [],
             "top_p": sampling.top_p,
             "truncation": "disabled",
-            "usage": None if status == "in_progress" else self._usage(),
+            "usage": None if status in ("in_progress", "failed") else self._usage(),
             "metadata": body.metadata or {},
         }
 

@@ -18,6 +18,7 @@ from serinus.text.grammar_source import grammar_rules
 from serinus.text.grammars import GrammarCompiler, GrammarFailed, GrammarState, GrammarVocabulary
 from serinus.text.messages import checked_messages
 from serinus.text.output import OutputProcessor, TextPiece
+from serinus.text.reasoning import ReasoningFormat
 from serinus.text.stops import StopTexts
 from serinus.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -36,6 +37,7 @@ __all__ = [
     "GrammarVocabulary",
     "OutputProcessor",
     "PlainAnswer",
+    "ReasoningFormat",
     "StopTexts",
     "TextPiece",
     "Tokenizer",

@@ -39,6 +39,11 @@ class AnswerStyle:
         """Whether tool calls are found in its answers."""
         return self.tools is not None or self.harmony_tools
 
+    @property
+    def reads_thoughts(self) -> bool:
+        """Whether thoughts are told apart in its answers."""
+        return self.reasoning is not None or self.harmony_reasoning
+
     def marks(self, *, tools: bool, reasoning: bool) -> frozenset[str]:
         """What tools or reasoning are known by: where any is a special token, the text must show special tokens."""
         marks: set[str] = set()

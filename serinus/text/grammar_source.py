@@ -23,7 +23,7 @@ def library_source(grammar: Grammar, special_ids: Mapping[str, int]) -> str:
         return str(matcher.grammar_from_json_schema('{"type":"object"}', json_options({})))
     if kind == "json_schema":
         schema = _schema(text)
-        options: Any = None if isinstance(schema, dict) and "x-guidance" in schema else json_options(schema)
+        options = None if isinstance(schema, dict) and "x-guidance" in schema else json_options(schema)
         return str(matcher.grammar_from_json_schema(_as_object(text, schema), options))
     if kind == "regex":
         return str(matcher.grammar_from_regex(text))

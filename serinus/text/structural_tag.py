@@ -46,7 +46,7 @@ def json_rule(schema: dict[str, Any] | bool) -> str:
     return f"%json {json.dumps({'x-guidance': json_options(schema), **held}, ensure_ascii=False)}"
 
 
-def json_options(schema: Any) -> dict[str, Any]:
+def json_options(schema: Any) -> Any:
     """The options of the library for a schema that has none of its own."""
     options: dict[str, Any] = {"whitespace_pattern": _SPACE}
     if _has_discriminator(schema):  # the branches of its `oneOf` exclude each other, as in OpenAPI

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,24 @@ Let me look.
 def scripted(byte_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningFront, Script]]:
     with scripted_front(byte_folder, f"ipc://{tmp_path_factory.mktemp('agents')}/engine") as both:
         yield both
+
+
+@pytest.fixture
+def breaking(scripted: tuple[RunningFront, Script]) -> Iterator[tuple[RunningFront, threading.Event]]:
+    """A front whose engine gives each prompt with a tilde up behind its second token, which comes once this is set."""
+    (front, script), seen = scripted, threading.Event()
+    script.text = "Long words"
+
+    def token(prompt: Sequence[int], seed: int, place: int, vocab_size: int) -> int:
+        if place == 1 and set(tilde) & set(prompt):
+            assert seen.wait(60)
+            front.engine.convicts = tilde
+        return script.token(prompt, seed, place, vocab_size)
+
+    tilde = tuple(script.tokenizer.encode("~", add_special_tokens=False))
+    front.engine.token, front.engine.convicts = token, ()
+    yield front, seen
+    front.engine.token, front.engine.convicts = script.token, ()
 
 
 @pytest.fixture
@@ -145,6 +164,51 @@ def test_a_response_that_the_limit_ends_is_incomplete(
     assert done.incomplete_details.reason == "max_output_tokens"
     found = events(scripted[0], "/v1/responses", {"input": "x", "max_output_tokens": 3})
     assert found[-1]["type"] == "response.incomplete"
+    assert [found[-2]["item"]] == found[-1]["response"]["output"]
+    assert found[-2]["item"]["status"] == "incomplete"
+
+
+def broken(both: tuple[RunningFront, threading.Event], path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Data of a stream that breaks when its first text has come."""
+    front, seen = both
+    found = []
+    seen.clear()
+    with front.http.stream("POST", path, json={**body, "stream": True}) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                found.append(json.loads(line.removeprefix("data: ")))
+                if found[-1]["type"].endswith("delta"):
+                    seen.set()
+    return found
+
+
+def test_a_response_that_breaks_midway_has_failed(breaking: tuple[RunningFront, threading.Event]) -> None:
+    found = broken(breaking, "/v1/responses", {"input": "~"})
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    assert [event["type"] for event in found[-2:]] == ["error", "response.failed"]
+    error, failed = found[-2], found[-1]["response"]
+    assert (error["code"], error["param"]) == ("internal_server_error", None)
+    assert error["message"] == error["error"]["message"] == failed["error"]["message"]
+    assert "convicted" in error["message"]
+    assert (failed["status"], failed["error"]["code"], failed["usage"]) == ("failed", "server_error", None)
+    assert failed["output"][0]["status"] == "incomplete"
+    client = openai.OpenAI(base_url=f"{breaking[0].url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.APIError, match="convicted"):
+        list(client.responses.create(model="canary", input="~", stream=True))
+
+
+def test_a_message_that_breaks_midway_ends_with_anthropics_error(
+    breaking: tuple[RunningFront, threading.Event],
+) -> None:
+    front, _ = breaking
+    body = {"messages": [{"role": "user", "content": "~"}], "max_tokens": 9}
+    last = broken(breaking, "/v1/messages", body)[-1]
+    assert (last["type"], "convicted" in last["error"]["message"]) == ("error", True)
+    whole = front.post("/v1/messages", body)
+    assert (whole.status_code, whole.json()["type"]) == (500, "error")
+    refused = front.post("/v1/messages", {"messages": []}).json()
+    assert (refused["type"], refused["error"]["type"]) == ("error", "invalid_request_error")
+    assert "type" not in front.post("/v1/responses", {"input": ""}).json()
 
 
 @pytest.mark.parametrize(

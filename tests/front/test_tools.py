@@ -261,6 +261,24 @@ def test_marks_that_are_special_tokens_are_seen(thinker: tuple[RunningFront, Scr
 
 
 @pytest.mark.parametrize("is_open", [False, True])
+def test_the_tokens_of_thoughts_are_counted(thinker: tuple[RunningFront, Script], is_open: bool) -> None:
+    front, script = thinker
+    begin, more = "" if is_open else "<think>", {"chat_template_kwargs": {"enable_thinking": is_open}}
+    for says, count in ((f"{begin}four</think>Yes.", 4), (f"{begin}cut", 4), ("Yes" + "</think>" * is_open, 3)):
+        script.text = says
+        expected = {"reasoning_tokens": count if "think" in says or is_open else 0}
+        body = {"messages": [USER], **more}
+        usage = front.post("/v1/chat/completions", body).json()["usage"]
+        assert usage["completion_tokens_details"] == expected
+        last = front.events("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})[-1]
+        assert last["usage"] == {**usage, "prompt_tokens_details": last["usage"]["prompt_tokens_details"]}
+        answer = front.post("/v1/responses", {"input": "hello", **more}).json()
+        assert answer["usage"]["output_tokens_details"] == expected
+    hidden = front.post("/v1/chat/completions", {"messages": [USER], "separate_reasoning": False}).json()
+    assert "completion_tokens_details" not in hidden["usage"]
+
+
+@pytest.mark.parametrize("is_open", [False, True])
 def test_a_budget_of_thoughts_forces_their_end(thinker: tuple[RunningFront, Script], is_open: bool) -> None:
     front, script = thinker
     begin = "" if is_open else "<think>"
