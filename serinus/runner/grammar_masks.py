@@ -124,12 +124,12 @@ class GrammarMasks:
                 failures[row] = str(error)
         words_RW = np.zeros((len(states), self._words), np.int32)
         verdicts = self._vocabulary.result().allow(states, words_RW) if states else []
-        some = set(np.flatnonzero(np.any(words_RW, axis=1)).tolist())
+        some = np.bitwise_or.reduce(words_RW, axis=1).tolist()  # in half the time of `any`
         last: set[int] = set()
         good: list[int] = []
         """Of the states, those with a mask."""
         for at, (index, verdict) in enumerate(zip(begun, verdicts, strict=True)):
-            row, goes_on = rows[index], at in some
+            row, goes_on = rows[index], some[at] != 0
             if verdict is True:
                 _allow_ids(words_RW[at], specs[index].stop_ids)
             if isinstance(verdict, GrammarFailed):
@@ -158,11 +158,18 @@ class GrammarMasks:
         grammar, output = spec.params.grammar, spec.output
         assert grammar is not None, f"runner: a mask for {rid}, which has no grammar"
         assert output is not None, f"runner: {rid} has a grammar, expected its output"
-        grammar_known, state = self._states.pop(rid, (None, None))
-        if state is None or grammar_known != grammar or state.tokens.tobytes() != output[: len(state.tokens)].tobytes():
-            state = self._vocabulary.result().begin(grammar)
+        known = self._states.get(rid)
+        if known is not None and (known[0] is grammar or known[0] == grammar):
+            state, done = known[1], len(known[1].tokens)
+            if state.tokens.tobytes() == output[:done].tobytes():
+                self._states.move_to_end(rid)
+                if done < len(output):
+                    state.follow(output[done:].tolist())
+                return state
+        state = self._vocabulary.result().begin(grammar)
         self._states[rid] = (grammar, state)
-        state.follow(output[len(state.tokens) :].tolist())
+        self._states.move_to_end(rid)
+        state.follow(output.tolist())
         return state
 
 
