@@ -56,8 +56,9 @@ class ModelSettings:
     )
     quantization: str = setting(
         "auto",
-        "weights of linears: auto = as the checkpoint has them; int8 = a scale for each output, int4 = a scale for 128"
-        " inputs (its output head: int8), made of a bf16, fp16 or fp32 checkpoint as it is loaded",
+        "weights of linears, on a CPU of experts too: auto = as the checkpoint has them; int8 = a scale for each"
+        " output, int4 = a scale for 128 inputs (its output head: int8), made of a bf16, fp16 or fp32 checkpoint as it"
+        " is loaded",
         choices=("auto", "int8", "int4"),
     )
     model_impl: str = setting(

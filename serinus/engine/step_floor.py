@@ -44,7 +44,9 @@ def read_bytes(spec: ModelSpec, item_bytes: int, tokens: int = 1) -> int:
         hit = mix.count * (1.0 - (1.0 - mix.chosen / mix.count) ** tokens)
         dense -= len(mix.layers)
         linears += len(mix.layers) * 3 * width * mix.shared_size
-        experts = len(mix.layers) * width * int(3 * mix.size * hit * item_bytes + 4 * mix.count)  # the router in fp32
+        weights = int(3 * mix.size * hit) * width
+        expert_bytes = weights * item_bytes if quantized is None else int(quantized.expert_bytes(weights, item_bytes))
+        experts = len(mix.layers) * (expert_bytes + 4 * mix.count * width)  # the router in fp32
     linears += dense * 3 * width * spec.intermediate_size
     if quantized is None or quantized.bits == 16:
         return item_bytes * (linears + head) + experts

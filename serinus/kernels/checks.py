@@ -8,7 +8,7 @@ Shapes: as in the op's file of `ref/`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -77,10 +77,29 @@ def check_pack_linear(weight: Tensor | QuantizedWeight, bias_O: Tensor | None) -
     return weight_OI, quantized
 
 
+Expert = tuple[QuantizedWeight, QuantizedWeight]
+"""Of a quantized expert gate and up projections as one, [2F, E], and the down projection, [E, F]."""
+
+
+def check_experts(experts: Iterable[Expert]) -> Iterator[Expert]:
+    """The same, one after the other. Raises ValueError where one is unlike the first, or its projections do not fit."""
+    first: tuple[object, ...] = ()
+    for number, (gate_up, down) in enumerate(experts):
+        form = tuple((tuple(each.values_OI.shape), each.bits, each.group) for each in (gate_up, down))
+        first = first or form
+        if form != first or tuple(gate_up.values_OI.shape) != (2 * down.in_size, down.out_size):
+            raise ValueError(
+                f"kernels: expert {number} has gate and up, and down of shape, bits and group {form}, the first one"
+                f" {first}, expected the same of all, [2F, E] and [E, F]"
+            )
+        yield gate_up, down
+
+
 def check_fused_moe(x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, packed: PackedExperts) -> None:
     """Raise ValueError where tokens, choices and experts disagree, or a stack is strided."""
-    count, inner, width = packed.gate_up.shape[0], packed.gate_up.shape[1] // 2, packed.gate_up.shape[2]
-    if x_TE.shape != (len(ids_TK), width) or packed.down.shape != (count, width, inner):
+    count, inner, width = packed.shape
+    is_plain = packed.sizes is None
+    if x_TE.shape != (len(ids_TK), width) or (is_plain and packed.gate_up.shape != (count, 2 * inner, width)):
         raise ValueError(
             f"kernels: fused_moe got x {tuple(x_TE.shape)} of {len(ids_TK)} choices, gate_up"
             f" {tuple(packed.gate_up.shape)}, down {tuple(packed.down.shape)}, expected [T, E], [X, 2F, E], [X, E, F]"
@@ -93,11 +112,12 @@ def check_fused_moe(x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, packed: Pa
             f"kernels: fused_moe got weights {weights_TK.dtype} {tuple(weights_TK.shape)} and ids {ids_TK.dtype}"
             f" {tuple(ids_TK.shape)}, expected float32 and int64 [T, K]"
         )
-    stacks = (packed.gate_up, packed.down, *(bias for bias, _ in biases if bias is not None))
-    if any(stack.dtype != x_TE.dtype or not stack.is_contiguous() for stack in stacks):
+    given = [bias for bias, _ in biases if bias is not None]
+    stacks, dtype = ([packed.gate_up, packed.down, *given], x_TE.dtype) if is_plain else (given, torch.float32)
+    if any(stack.dtype != dtype or not stack.is_contiguous() for stack in stacks):
         raise ValueError(
             f"kernels: fused_moe got stacks of {sorted({str(stack.dtype) for stack in stacks})} for x of {x_TE.dtype},"
-            " expected the same, contiguous"
+            " expected the same, contiguous, or of quantized experts biases of float32"
         )
 
 

@@ -49,20 +49,44 @@ class PackedLinear:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRows:
+    """How a column reads the integers of a layer's experts, all of the same bits and groups."""
+
+    gate_up: RowBlocks
+    """Of gate and up projections."""
+    down: RowBlocks
+    """Of the down projections."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedExperts:
-    """The projections of a layer's experts, stacked; all columns read them as they are. X = experts, E = width of the
-    stream, F = width inside an expert."""
+    """The projections of a layer's experts, stacked; all columns read them as they are, but integers. X = experts, E =
+    width of the stream, F = width inside an expert."""
 
     gate_up: Tensor
-    """Gate and up projections as one, [X, 2F, E], contiguous."""
+    """Gate and up projections as one, [X, 2F, E], contiguous; of quantized ones integers, as the column has them."""
     down: Tensor
-    """Down projections, [X, E, F], contiguous."""
+    """Down projections, [X, E, F], contiguous; likewise."""
     gate_up_bias: Tensor | None = None
     """[X, 2F], if the experts have biases."""
     down_bias: Tensor | None = None
     """Of the down projections, [X, E], likewise."""
     is_part: bool = False
     """A token's experts may be none of these: then their number is X."""
+    sizes: tuple[int, int, int] | None = None
+    """X, F and E of quantized experts; None: they are not quantized."""
+    rows: ExpertRows | None = None
+    """How integers are read that lie in an order of the column's own."""
+    quantized: tuple[tuple[QuantizedWeight, QuantizedWeight], ...] = ()
+    """Of quantized experts that are as they were: gate and up as one, and down, of each."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """X, F and E."""
+        if self.sizes is not None:
+            return self.sizes
+        count, width, inner = self.down.shape
+        return count, inner, width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ in it, `ref` serves. So a new kernel is one new file: nothing is registered. Kno
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.core.errors import ConfigError
+from serinus.kernels.checks import Expert
 from serinus.kernels.contracts import (
     ChooseTokens,
     FusedMoe,
@@ -35,7 +36,7 @@ from serinus.kernels.contracts import (
     WatchedAttention,
 )
 from serinus.kernels.layers import MakeDecodeLayers
-from serinus.kernels.packed import PackedFactors, PackedLinear
+from serinus.kernels.packed import PackedExperts, PackedFactors, PackedLinear
 from serinus.kernels.quantized import QuantizedWeight
 
 COLUMNS = ("auto", "ref", "cpu", "triton")
@@ -56,6 +57,7 @@ FILES: Mapping[str, str] = MappingProxyType(
         "pack_linear": "linear",
         "linear": "linear",
         "norm_linear": "norm_linear",
+        "pack_experts": "fused_moe",
         "fused_moe": "fused_moe",
         "gather_pages": "pages",
         "scatter_pages": "pages",
@@ -81,8 +83,11 @@ _WATCHED = frozenset(("watched_attention", "pack_factors"))
 """Ops that stand in for `paged_attention`, and so are of the same column, except where one is asked for by name."""
 _ON_HOST = frozenset(("canary_due", "chain_hashes", "page_digests"))
 """Ops of arrays of the host: whatever the device is, column cpu serves them."""
-_ON_DEVICE = frozenset(("pull_pages",))
-"""Ops between memories of accelerators, which an engine on a CPU does not call: column cpu has none."""
+_LACKING: Mapping[str, frozenset[str]] = {
+    "cpu": frozenset(("pull_pages",)), "triton": frozenset(("pack_experts",)),
+}  # fmt: skip
+"""Ops that the engine does not call where a column serves it: those between memories of accelerators; and what packs
+quantized experts, which no Triton kernel multiplies with."""
 _MADE_OF_OPS = ("norm_linear",)
 """Ops that call others: their files hold `make_<op>(ops)`, which is given those that were found."""
 _COLUMN_OF = {"cpu": "cpu", "cuda": "triton"}
@@ -126,6 +131,8 @@ class Kernels:
     """(x_TI, packed) -> out_TO"""
     norm_linear: NormLinear
     """(x_TI or None, residual_TI, weight_I, eps, packed, gate=None) -> out_TO; residual += x in place"""
+    pack_experts: Callable[[Iterable[Expert], Tensor | None, Tensor | None], PackedExperts]
+    """(of each expert gate_up_2FE and down_EF, quantized, gate_up_bias, down_bias) -> packed"""
     fused_moe: FusedMoe
     """(x_TE, weights_TK, ids_TK, packed, gate) -> out_TE, of the experts that are hit"""
     gather_pages: MovePages
@@ -205,8 +212,8 @@ def load(device: str, column: str = "auto", *, own: Collection[str] = ()) -> Ker
         found |= {op: _find(op, "ref") for op in _WATCHED}
     ops = {op: make for op, (make, _) in found.items()}
     ops |= {op: ops[op](ops) for op in _MADE_OF_OPS}
-    columns = {op: name for op, (_, name) in found.items() if column != "cpu" or op not in _ON_DEVICE}
-    lacking = [op for op in own if columns[op] != column]
+    columns = {op: name for op, (_, name) in found.items() if op not in _LACKING.get(column, ())}
+    lacking = [op for op in own if columns.get(op) != column]
     if lacking:
         raise ConfigError(f"kernels: column {column!r} has no {', '.join(lacking)}, expected a kernel of its own")
     return Kernels(device=kind, columns=columns, decode_layers=_decode_layers(column), warmer=_warmer(column), **ops)

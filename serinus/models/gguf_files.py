@@ -82,9 +82,7 @@ class GgufSource:
         """Dequantized. Raises ConfigError: the tensor is missing or misshapen."""
         tensor = self._tensor(name, shape)
         self._spans[name] = span
-        rows_R, data = self._rows(name, shape[0], span if dim == 0 else None), tensor.data
-        if len(tensor.shape) == 3:
-            data = data[int(name.split(".experts.")[1].split(".")[0])]
+        rows_R, data = self._rows(name, shape[0], span if dim == 0 else None), _data(name, tensor)
         less = 1.0 if self._is_norm_plus_one(name) else 0.0
         found = _floats(tensor, data, rows_R, less, dtype or self.dtype)
         found = found if found.dim() == len(shape) else found.view(shape)
@@ -101,7 +99,7 @@ class GgufSource:
         if full not in self._of_name or not self._is_kept(self._file.tensors[self._of_name[full]].tensor_type.name):
             return self.take(full, shape, span, dim)
         tensor = self._tensor(full, shape)
-        whole = _integers(tensor, self._rows(full, shape[0], span if dim == 0 else None))
+        whole = _integers(tensor, _data(full, tensor), self._rows(full, shape[0], span if dim == 0 else None))
         if span is None or dim == 0:
             return whole
         try:
@@ -115,7 +113,7 @@ class GgufSource:
         tensor = self._file.tensors[self._of_name[stored]]
         if name != "lm_head" or not self._is_kept(tensor.tensor_type.name):
             return weight_OI
-        return _integers(tensor, self._rows(stored, self._spec.vocab_size, self._spans[stored]))
+        return _integers(tensor, tensor.data, self._rows(stored, self._spec.vocab_size, self._spans[stored]))
 
     def names_of(self, name: str) -> Sequence[str]:
         """The weight, which is one tensor."""
@@ -213,10 +211,15 @@ def _floats(tensor: ReaderTensor, data: Any, rows_R: Tensor | None, less: float,
     return found
 
 
-def _integers(tensor: ReaderTensor, rows_R: Tensor | None) -> QuantizedWeight:
+def _data(name: str, tensor: ReaderTensor) -> Any:
+    """Of a stack the expert that the name tells."""
+    return tensor.data if len(tensor.shape) < 3 else tensor.data[int(name.split(".experts.")[1].split(".")[0])]
+
+
+def _integers(tensor: ReaderTensor, data: Any, rows_R: Tensor | None) -> QuantizedWeight:
     """Blocks of 32: a scale in float16, then 32 bytes, or 16 with two digits each, the first 16 in the lower halves."""
     kind = tensor.tensor_type.name
-    stored = torch.from_numpy(tensor.data if rows_R is None else tensor.data[rows_R.numpy()])
+    stored = torch.from_numpy(data if rows_R is None else data[rows_R.numpy()])
     blocks_OGY = stored.view(len(stored), -1, 2 + _GROUP * INTEGER_BITS[kind] // 8)
     scales_OG = blocks_OGY[..., :2].contiguous().view(torch.float16)[..., 0].float()
     digits = blocks_OGY[..., 2:]

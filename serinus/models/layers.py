@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
-from serinus.kernels import Kernels, LayerWeights, PackedExperts, PackedLinear, QuantizedWeight
+from serinus.kernels import Kernels, LayerWeights, PackedLinear, QuantizedWeight
+from serinus.models.expert_weights import take_experts
 from serinus.models.experts import ExpertSpec
-from serinus.models.interleaved import take_interleaved
 from serinus.models.latent import LatentSpec
 from serinus.models.latent_attention import Latent
 from serinus.models.mixture import Mixture, SharedExpert
+from serinus.models.quantized import joined
 from serinus.models.rope import head_order, rope_tables
 from serinus.models.spec import ModelSpec
 from serinus.models.weights import WeightSource
@@ -225,47 +226,11 @@ class _Layer:
             spec=spec,
             router=self._kernels.pack_linear(weight, bias),
             correction_X=self._take(correction, (spec.count,), dtype=torch.float32) if spec.corrected else None,
-            experts=replace(self._experts(spec, block), is_part=self._shard.ep > 1),
+            experts=take_experts(self._spec, spec, self._source, self._kernels, self._shard, f"{self._base}{block}"),
             held=self._shard.experts(spec.count),
             shared=self._shared(spec) if spec.shared_size else None,
             scale=self._spec.residual_scale,
         )
-
-    def _experts(self, spec: ExpertSpec, block: str) -> PackedExperts:
-        """Stacked, as kernels read them; stored as stacks or one by one."""
-        hidden, size, span = self._spec.hidden_size, spec.size, self._shard.expert_columns(spec.size)
-        held = self._shard.experts(spec.count)
-        if spec.biased:
-            base, mxfp4 = f"{self._base}{block}.experts", _is_mxfp4(self._spec)
-            adds = self._shard.tp_rank == 0 or self._shard.ep > 1
-            return take_interleaved(self._source, base, spec, hidden, held, span, mxfp4=mxfp4, adds_bias=adds)
-        stacks = ("experts.gate_up_proj", "experts.down_proj"), ("input_linear.weight", "output_linear.weight")
-        for gate_up, down in ((f"{block}.{rows}", f"{block}.{columns}") for rows, columns in stacks):
-            if self._source.has(self._base + gate_up):
-                whole, some = (spec.count, 2 * size, hidden), held if len(held) < spec.count else None
-                halves = [range(first + span.start, first + span.stop) for first in (0, size)]
-                cut = (some, 0) if len(span) == size else (span, 2)
-                columns = self._take(down, (spec.count, hidden, size), *cut)
-                rows = [self._take(gate_up, whole, half, 1) for half in halves] if len(span) < size else []
-                return PackedExperts(
-                    gate_up=torch.cat(rows, 1) if rows else self._take(gate_up, whole, some), down=columns
-                )
-        return self._single_experts(spec, f"{block}.experts", held, span)
-
-    def _single_experts(self, spec: ExpertSpec, base: str, held: range, span: range) -> PackedExperts:
-        """Three tensors each, gate_proj, up_proj and down_proj, or w1, w3 and w2."""
-        hidden, part = self._spec.hidden_size, None if len(span) == spec.size else span
-        is_old = self._source.has(f"{self._base}{base}.{held.start}.w1.weight")
-        gate, up, down = ("w1", "w3", "w2") if is_old else ("gate_proj", "up_proj", "down_proj")
-        gate_up_X2FE = down_XEF = torch.empty(0)
-        for i, number in enumerate(held):
-            rows = [self._take(f"{base}.{number}.{name}.weight", (spec.size, hidden), part) for name in (gate, up)]
-            columns = self._take(f"{base}.{number}.{down}.weight", (hidden, spec.size), part, 1)
-            if not i:
-                gate_up_X2FE = rows[0].new_empty((len(held), 2 * len(span), hidden))
-                down_XEF = columns.new_empty((len(held), hidden, len(span)))
-            gate_up_X2FE[i, : len(span)], gate_up_X2FE[i, len(span) :], down_XEF[i] = *rows, columns
-        return PackedExperts(gate_up=gate_up_X2FE, down=down_XEF)
 
     def _shared(self, spec: ExpertSpec) -> SharedExpert:
         size, hidden = spec.shared_size, self._spec.hidden_size
@@ -303,7 +268,7 @@ class _Layer:
                 bias = self._take(f"{name}.bias", (count,), here)
                 biases.append(self._ordered(bias) if number < in_order else bias)
             start += parts[number][1]
-        return self._kernels.pack_linear(_joined(weights), torch.cat(biases) if has_bias else None)
+        return self._kernels.pack_linear(joined(weights, self._source.dtype), torch.cat(biases) if has_bias else None)
 
     def _columns(self, name: str, count: int, span: range, has_bias: bool) -> PackedLinear:
         """The columns of this rank, scaled as the residual wants it; the bias is added once, by slice 0."""
@@ -364,7 +329,7 @@ class _Recorder:
     """A source that remembers what was taken of it."""
 
     def __init__(self, source: WeightSource) -> None:
-        self._source = source
+        self._source, self.dtype = source, source.dtype
         self.names: list[str] = []
 
     def take(
@@ -377,6 +342,9 @@ class _Recorder:
     def linear(self, name: str, shape: tuple[int, int], span: range | None = None, dim: int = 0) -> _Weight:
         self.names.extend(self._source.names_of(name))
         return self._source.linear(name, shape, span, dim)
+
+    def quantized(self, name: str, weight_OI: torch.Tensor) -> _Weight:
+        return self._source.quantized(name, weight_OI)
 
     def has(self, name: str) -> bool:
         """Whether the source has it."""
@@ -432,25 +400,9 @@ def _vocabulary(spec: ModelSpec, source: WeightSource, shard: Shard) -> tuple[to
     return embedding_VE if shard.is_first else None, head_VE
 
 
-def _is_mxfp4(spec: ModelSpec) -> bool:
-    return spec.quantization is not None and spec.quantization.method == "mxfp4"
-
-
 def _padded(weight_VE: _Weight, rows: int) -> _Weight:
     """With rows of zeros below, so that every rank computes as many logits."""
     if isinstance(weight_VE, QuantizedWeight):
         return weight_VE.padded(rows - weight_VE.out_size)
     missing = rows - len(weight_VE)
     return torch.cat([weight_VE, weight_VE.new_zeros((missing, weight_VE.shape[1]))]) if missing else weight_VE
-
-
-def _joined(weights: Sequence[_Weight]) -> _Weight:
-    """One below the other. Where not all are quantized alike they are multiplied as what they stand for."""
-    quantized = [each for each in weights if isinstance(each, QuantizedWeight)]
-    plain = [each for each in weights if isinstance(each, torch.Tensor)]
-    if not quantized:
-        return torch.cat(plain)
-    if not plain and len({(each.bits, each.group) for each in quantized}) == 1:
-        return QuantizedWeight.joined(quantized)
-    dtype = plain[0].dtype if plain else torch.bfloat16
-    return torch.cat([each.dequantized().to(dtype) if isinstance(each, QuantizedWeight) else each for each in weights])

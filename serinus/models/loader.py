@@ -15,6 +15,7 @@ from serinus.core.parts import Part
 from serinus.kernels import Kernels, LayersKv
 from serinus.models.batch import ForwardBatch
 from serinus.models.decoder import Decoder
+from serinus.models.expert_weights import multiplies_integers
 from serinus.models.gguf_files import GgufSource
 from serinus.models.hooks import ForwardHook
 from serinus.models.quantization import AT_LOAD
@@ -166,12 +167,15 @@ def _source(
                 f"models: quantization {quantized.method} on {source.device} without a kernel, expected a CPU, or"
                 " Triton"
             )
-        experts = "" if spec.experts is None else f"; experts in {dtype}"
+        is_too = quantized.expert_bits < 16 and multiplies_integers(kernels)
+        experts = "" if spec.experts is None else "; experts too" if is_too else f"; experts in {dtype}"
         _log.info("weights are quantized, %s%s", quantized.text, experts)
     if isinstance(source, RandomSource):
         return source if quantized.bits == 16 else QuantizingSource(source, quantized)
     if isinstance(source, GgufSource):
         return QuantizingSource(source, quantized) if quantized.method in AT_LOAD else source
-    if quantized.bits == 16:
+    if quantized.bits == 16 and quantized.expert_bits < 16 and multiplies_integers(kernels):
+        _log.info("experts in %s are multiplied with as integers of %d bits", quantized.method, quantized.expert_bits)
+    elif quantized.bits == 16:
         _log.info("weights in %s are dequantized to %s as they are loaded", quantized.method, dtype)
     return QuantizingSource(source, quantized) if quantized.method in AT_LOAD else QuantizedFiles(source, quantized)

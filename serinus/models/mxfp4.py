@@ -1,6 +1,7 @@
-"""MXFP4 weights, dequantised: 4-bit floats in blocks of 32 that share a power of two (OCP Microscaling formats 1.0).
+"""MXFP4 weights: 4-bit floats in blocks of 32 that share a power of two (OCP Microscaling formats 1.0).
 
-Two values lie in a byte, the first in its lower half. Every value is exact in bfloat16 and float32.
+Twice a value is an integer of at most 12, so they are weights of 8 bits, exactly; or they are dequantized. Two values
+lie in a byte, the first in its lower half. Every value is exact in bfloat16 and float32.
 
 N = any leading dimensions, G = blocks of a row.
 """
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from serinus.core.errors import ConfigError
+from serinus.kernels import QuantizedWeight
 
 BLOCK = 32
 """Values that share a scale."""
@@ -36,14 +38,33 @@ def dequantized(blocks_NGY: Tensor, scales_NG: Tensor, dtype: torch.dtype) -> Te
         ConfigError: a scale is the format's NaN.
     Cost: 4 bytes of index for each byte of the blocks, and the values once more.
     """
+    exact = torch.float32 if dtype == torch.float16 else dtype
+    scales = _scales(scales_NG)
+    values = _values(blocks_NGY, exact)
+    return values.mul_(scales[..., None].to(exact)).flatten(-2).to(dtype)
+
+
+def as_integers(blocks_OGY: Tensor, scales_OG: Tensor) -> QuantizedWeight:
+    """The same of one matrix, as integers of 8 bits: twice the values, and half of the scales.
+
+    Raises ConfigError: a scale is the format's NaN. Cost: as `dequantized`.
+    """
+    values_OI = _values(blocks_OGY, torch.float32).mul_(2.0).flatten(-2).to(torch.int8)
+    return QuantizedWeight(bits=8, group=BLOCK, values_OI=values_OI, scales_OG=_scales(scales_OG) * 0.5)
+
+
+def _values(blocks_NGY: Tensor, dtype: torch.dtype) -> Tensor:
+    """Without their scales, [N, G, 32]."""
+    pairs = _pairs(dtype).to(blocks_NGY.device)
+    return pairs.index_select(0, blocks_NGY.reshape(-1).int()).view(*blocks_NGY.shape[:-1], BLOCK)
+
+
+def _scales(scales_NG: Tensor) -> Tensor:
+    """The powers of two, fp32. Raises ConfigError: one is the format's NaN."""
     if bool((scales_NG == _NAN).any()):
         raise ConfigError("models: an MXFP4 scale is 255, which is no number, expected 0 .. 254")
-    exact = torch.float32 if dtype == torch.float16 else dtype
-    pairs = _pairs(exact).to(blocks_NGY.device)
-    values = pairs.index_select(0, blocks_NGY.reshape(-1).int()).view(*scales_NG.shape, BLOCK)
     exponents = scales_NG.int()
-    scales = torch.where(exponents == 0, _LEAST, exponents << 23).view(torch.float32)
-    return values.mul_(scales[..., None].to(exact)).flatten(-2).to(dtype)
+    return torch.where(exponents == 0, _LEAST, exponents << 23).view(torch.float32)
 
 
 @cache

@@ -20,7 +20,7 @@ AT_LOAD: Final = ("int8", "int4")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantSpec:
-    """The linears of attention and MLP, and the output head; embedding, norms, router and experts are as they were."""
+    """The linears of attention, MLP and experts, and the output head; embedding, norms and router are as they were."""
 
     method: str
     """int8 or int4: made when it is loaded; else the name that config.json gives (that of a GGUF file is ours)."""
@@ -30,10 +30,16 @@ class QuantSpec:
     """Inputs that share a scale; 0 = all of an output."""
     head_bits: int
     """Of the output head; 16 = as it is stored."""
+    expert_bits: int = 16
+    """Of the experts of a mixture, where kernels multiply with their integers; 16 = they are floats in memory."""
 
     @property
     def text(self) -> str:
         """In words, for people."""
+        if self.bits == 16 and self.expert_bits < 16:
+            return (
+                f"{self.method}: experts of {self.expert_bits} bits where kernels multiply with them, else dequantized"
+            )
         if self.bits == 16:
             return f"{self.method}: dequantized as it is loaded"
         if self.method == "gguf":
@@ -44,15 +50,25 @@ class QuantSpec:
 
     def linear_bytes(self, count: int) -> float:
         """Of so many weights of linears, with their scales."""
-        return count * (self.bits / 8 + (4 / self.group if self.group else 0.0))
+        return count * self._bytes_of(self.bits)
+
+    def expert_bytes(self, count: int, item_bytes: int) -> float:
+        """Of so many weights of experts, with their scales; `item_bytes`: of a float."""
+        return count * (item_bytes if self.expert_bits == 16 else self._bytes_of(self.expert_bits))
+
+    def _bytes_of(self, bits: int) -> float:
+        return bits / 8 + (4 / self.group if self.group else 0.0)
 
 
-def quant_spec(config: ConfigFields, asked: str, architecture: str, known: tuple[str, ...] | None) -> QuantSpec | None:
+def quant_spec(
+    config: ConfigFields, asked: str, architecture: str, known: tuple[str, ...] | None, device: str = "cpu"
+) -> QuantSpec | None:
     """How the weights are quantized, and None where they are not.
 
     Args:
         asked: the setting, auto or one of AT_LOAD.
         known: methods of this architecture alone; None = no code of this package computes it.
+        device: where they are multiplied with; on a CPU alone experts are quantized at load.
     Raises ConfigError: nothing that can be served.
     """
     stored = config.get("quantization_config", config.get("compression_config"))
@@ -63,14 +79,14 @@ def quant_spec(config: ConfigFields, asked: str, architecture: str, known: tuple
             raise config.fail("quantization_config", f"none for {architecture}, which no family computes")
         raise ConfigError(f"models: quantization is {asked!r} for {architecture}, which no family computes")
     if stored is None:
-        return None if asked == "auto" else _AT_LOAD[asked]
+        return None if asked == "auto" else _at_load(asked, device)
     if asked != "auto":
         if isinstance(stored, dict) and stored.get("quant_method") == "gguf":
-            return _AT_LOAD[asked]
+            return _at_load(asked, device)
         raise ConfigError(f"models: quantization is {asked!r}, expected auto: {config.source} is quantized already")
     method = stored.get("quant_method") if isinstance(stored, dict) else None
     if method in (known or ()):
-        return QuantSpec(method=str(method), bits=16, group=0, head_bits=16)
+        return QuantSpec(method=str(method), bits=16, group=32, head_bits=16, expert_bits=8)  # all of these are MXFP4
     if known or not isinstance(method, str) or method not in _READERS:
         expected = f"none or quant_method {' or '.join(known or _READERS)} for {architecture}"
         raise config.fail("quantization_config", expected)
@@ -104,7 +120,7 @@ def _awq(fields: _Fields) -> QuantSpec:
     fields.want("version", str(given.get("version", "gemm")).lower(), "gemm")
     bits = fields.want("bits", given.get("bits", given.get("w_bit")), 4)
     group = fields.group("group_size", given.get("group_size", given.get("q_group_size", 128)))
-    return QuantSpec(method="awq", bits=bits, group=group, head_bits=16)
+    return QuantSpec(method="awq", bits=bits, group=group, head_bits=16, expert_bits=bits)
 
 
 def _gptq(fields: _Fields) -> QuantSpec:
@@ -114,7 +130,7 @@ def _gptq(fields: _Fields) -> QuantSpec:
     fields.want("dynamic", given.get("dynamic") or None, None)
     form = fields.want("checkpoint_format", given.get("checkpoint_format") or "gptq", "gptq", "gptq_v2")
     bits = fields.want("bits", given.get("bits"), 4, 8)
-    return QuantSpec(method=form, bits=bits, group=group, head_bits=16)
+    return QuantSpec(method=form, bits=bits, group=group, head_bits=16, expert_bits=bits)
 
 
 def _fp8(fields: _Fields) -> QuantSpec:
@@ -143,7 +159,7 @@ def _compressed(fields: _Fields) -> QuantSpec:
     strategy = fields.want("config_groups.weights.strategy", weights.get("strategy"), "group", "channel")
     bits = fields.want("config_groups.weights.num_bits", weights.get("num_bits"), 4, 8)
     group = fields.group("config_groups.weights.group_size", weights.get("group_size")) if strategy == "group" else 0
-    return QuantSpec(method="compressed-tensors", bits=bits, group=group, head_bits=16)
+    return QuantSpec(method="compressed-tensors", bits=bits, group=group, head_bits=16, expert_bits=bits)
 
 
 def _check_kv(fields: _Fields) -> None:
@@ -158,7 +174,7 @@ def _check_kv(fields: _Fields) -> None:
 
 def _gguf(fields: _Fields) -> QuantSpec:
     bits = fields.want("bits", fields.values.get("bits"), 4, 8, 16)
-    return QuantSpec(method="gguf", bits=bits, group=32 if bits < 16 else 0, head_bits=16)
+    return QuantSpec(method="gguf", bits=bits, group=32 if bits < 16 else 0, head_bits=16, expert_bits=bits)
 
 
 _READERS: Final[Mapping[str, Callable[[_Fields], QuantSpec]]] = {
@@ -168,7 +184,10 @@ _READERS: Final[Mapping[str, Callable[[_Fields], QuantSpec]]] = {
     "fp8": _fp8,
     "gguf": _gguf,
 }
-_AT_LOAD: Final = {
-    "int8": QuantSpec(method="int8", bits=8, group=0, head_bits=8),
-    "int4": QuantSpec(method="int4", bits=4, group=128, head_bits=8),
-}
+
+
+def _at_load(asked: str, device: str) -> QuantSpec:
+    experts = 16 if device != "cpu" else {"int8": 8, "int4": 4}[asked]
+    if asked == "int8":
+        return QuantSpec(method="int8", bits=8, group=0, head_bits=8, expert_bits=experts)
+    return QuantSpec(method="int4", bits=4, group=128, head_bits=8, expert_bits=experts)

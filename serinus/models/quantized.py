@@ -25,7 +25,7 @@ class QuantizingSource:
     """A source whose linears are quantized as they are taken; all else comes as it is."""
 
     def __init__(self, source: WeightSource, spec: QuantSpec) -> None:
-        self.device = source.device
+        self.device, self.dtype = source.device, source.dtype
         self._source, self._spec = source, spec
 
     def take(
@@ -62,6 +62,14 @@ class QuantizingSource:
     def finish(self, ignore: Callable[[str], bool]) -> None:
         """As the source does."""
         self._source.finish(ignore)
+
+
+def joined(weights: Sequence[torch.Tensor | QuantizedWeight], dtype: torch.dtype) -> torch.Tensor | QuantizedWeight:
+    """One below the other. Where not all are quantized alike they are multiplied as what they stand for, in `dtype`."""
+    quantized = [each for each in weights if isinstance(each, QuantizedWeight)]
+    if len(quantized) == len(weights) and len({(each.bits, each.group) for each in quantized}) == 1:
+        return QuantizedWeight.joined(quantized)
+    return torch.cat([each.dequantized().to(dtype) if isinstance(each, QuantizedWeight) else each for each in weights])
 
 
 def quantize(weight_OI: torch.Tensor, bits: int, group: int) -> QuantizedWeight:

@@ -1,8 +1,8 @@
 """QuantizedFiles: linears of checkpoints that are quantized, as integers with scales, or dequantized.
 
 Which linears those are is seen by their tensors: what a list of exceptions left out has a `weight` of floats. Integers
-are kept as they are and multiplied with; FP8, and integers that something else than a linear asks for (experts of a
-mixture, projections of which only some are quantized), are dequantized to the dtype of the model. Shapes: O = output
+are kept as they are and multiplied with; FP8, and integers that something else than a linear asks for (latent
+attention, projections of which only some are quantized), are dequantized to the dtype of the model. Shapes: O = output
 width, I = input width, G = groups of an output.
 """
 
@@ -31,7 +31,7 @@ class QuantizedFiles:
     """A source over the files of a quantized checkpoint."""
 
     def __init__(self, files: SafetensorsSource, spec: QuantSpec) -> None:
-        self.device = files.device
+        self.device, self.dtype = files.device, files.dtype
         self._files, self._spec = files, spec
         self._kinds: dict[str, set[str]] = {}
         """Of each module what its tensors are called."""

@@ -225,7 +225,9 @@ def load_spec(
         path: a local directory (see `models.resolve` for hub ids).
         overrides: fields laid over config.json (`--json-model-override-args`).
         load_format: with `dummy` the signature is made of `seed`; else it comes with the weights.
-        seed: seed of dummy weights; device: where they are made, each type of device has its own.
+        seed: seed of dummy weights.
+        device: where the model runs: each type of device makes dummy weights of its own, and may have kernels for
+            quantized experts or not.
         quantization: int8 or int4 = of a checkpoint that is not quantized; auto = as it is.
         model_impl: `serinus` = a family of this package, `transformers` = its code, `auto` = the first if it can.
     Raises:
@@ -239,11 +241,13 @@ def load_spec(
     architecture = _architecture(config, model_impl)
     toy = architecture == TOY_ARCHITECTURE
     known = FAMILIES[architecture].quantizations if architecture in FAMILIES and model_impl != "transformers" else None
-    quantized = quant_spec(config, quantization, architecture, known)
+    quantized = quant_spec(config, quantization, architecture, known, device.split(":")[0])
     if architecture not in KNOWN_ARCHITECTURES or (model_impl == "transformers" and not toy):
         fields = _by_transformers(folder, architecture, overrides or {})
     else:
         fields = toy_fields(config) if toy else family_fields(config, FAMILIES[architecture])
+    if quantized is not None and fields.get("experts") is None:
+        quantized = replace(quantized, expert_bits=16)
     spec = {
         **fields,
         "architecture": architecture,

@@ -33,6 +33,8 @@ class WeightSource(Protocol):
 
     device: str
     """Where they are put."""
+    dtype: torch.dtype
+    """Of floats, where no other is asked for."""
 
     def take(
         self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0,

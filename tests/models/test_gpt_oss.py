@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from serinus.core.errors import ConfigError
 from serinus.kernels import load
 from serinus.models import load_model, load_spec
-from serinus.models.mxfp4 import dequantized
+from serinus.models.mxfp4 import as_integers, dequantized
 from serinus.models.small_checkpoints import make_checkpoint
 from serinus.parallel import Mesh
 from serinus.testing.direct import DirectEngine
 from serinus.testing.ranked import ranked_engine
 from tests.models.parity import (
     GREEDY,
+    Recorder,
     check_handed_over_with_a_prefix,
     engine,
     random_ids,
@@ -78,6 +80,8 @@ def test_mxfp4_values_by_hand() -> None:
     for scale, factor in ((127, 1.0), (130, 8.0), (0, 2.0**-127)):
         found = dequantized(blocks, torch.tensor([scale], dtype=torch.uint8), torch.float32)
         assert found.tolist() == [2.0 * factor, -0.5 * factor] * 16
+        integers = as_integers(blocks[None], torch.tensor([[scale]], dtype=torch.uint8))
+        assert integers.dequantized().tolist() == [[2.0 * factor, -0.5 * factor] * 16]
     with pytest.raises(ConfigError, match="scale is 255"):
         dequantized(blocks, torch.tensor([255], dtype=torch.uint8), torch.float32)
 
@@ -90,6 +94,21 @@ def test_a_checkpoint_in_mxfp4_is_the_model_that_transformers_makes_of_it(
         for path in quantized_twins(tmp_path):
             direct, model = engine(path, torch.float32)
             run_in_uneven_chunks(direct, random_ids(7, 100))
+            seen.append(torch.cat(model.seen))
+    assert float((seen[0] - seen[1]).abs().max()) <= 1e-4
+    said = [record.getMessage() for record in caplog.records if "mxfp4" in record.getMessage()]
+    assert said == ["experts in mxfp4 are multiplied with as integers of 8 bits"]
+
+
+def test_where_kernels_have_no_product_of_integers_mxfp4_is_dequantized(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen, kernels = [], load("cpu")
+    kernels = replace(kernels, columns={op: kernels.columns[op] for op in kernels.columns if op != "pack_experts"})
+    with caplog.at_level("INFO", "serinus.models"):
+        for path in quantized_twins(tmp_path):
+            model = Recorder(load_model(load_spec(path), path, torch.float32, kernels))
+            run_in_uneven_chunks(DirectEngine(model, kernels, page_size=8, page_count=100), random_ids(7, 100))
             seen.append(torch.cat(model.seen))
     assert torch.equal(*seen)
     said = [record.getMessage() for record in caplog.records if "mxfp4" in record.getMessage()]

@@ -36,28 +36,45 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Biases and an odd vocabulary; norms less 1 and a tied head; projections stored as one, put in another order;
 multipliers."""
-MIXTURE = "qwen2_moe"
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"layers": 2},
+    "granitemoe": {"layers": 2, "stacked": True},
+    "gpt_oss": {"layers": 2, "intermediate": 96},
+}
+"""Experts one by one and a shared one; in stacks; in stacks the other way round, gate and up in turns, with biases."""
 PROMPT = random_ids(33, 60)
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("quantized")
-    sizes = {**FAMILIES, MIXTURE: {"layers": 2}}
+    sizes = {**FAMILIES, **MIXTURES}
     return {name: make_checkpoint(root / name, name, tokenizer=False, **size) for name, size in sizes.items()}
 
 
 def is_linear(name: str) -> bool:
-    """Of attention, MLP or a shared expert."""
-    return name.endswith("proj.weight") and ".experts." not in name
+    """Of attention, MLP or an expert that is stored by itself."""
+    return name.endswith("proj.weight")
+
+
+def quantized_twice(name: str, tensor: torch.Tensor, method: str, *, is_turned: bool) -> torch.Tensor:
+    """What a tensor becomes, whether it is a linear, a stack of experts or neither; stacks are [in, out] if turned."""
+    if is_linear(name):
+        return by_hand(tensor, method)
+    if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+        return tensor
+    if is_turned:
+        return torch.stack([by_hand(each.T, method).T.contiguous() for each in tensor])
+    return torch.stack([by_hand(each, method) for each in tensor])
 
 
 def dequantized(path: Path, folder: Path, method: str) -> Path:
     """The checkpoint with the linears that a quantized model would have, in fp32; the head is no longer tied."""
     folder.mkdir()
+    is_turned = "GptOss" in (path / "config.json").read_text()
     tensors = {}
     for name, tensor in load_file(path / "model.safetensors").items():
-        tensors[name] = by_hand(tensor, method) if is_linear(name) else tensor
+        tensors[name] = quantized_twice(name, tensor, method, is_turned=is_turned)
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     tensors["lm_head.weight"] = by_hand(head, "int8")
     save_file(tensors, folder / "model.safetensors")
@@ -95,7 +112,7 @@ def logprobs(direct: DirectEngine, model: Recorder) -> tuple[list[int], torch.Te
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["int8", "int4"])
-@pytest.mark.parametrize("family", [*FAMILIES, MIXTURE])
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_a_model_quantized_at_load_gives_what_the_model_of_its_dequantized_weights_gives(
     checkpoints: dict[str, Path], tmp_path: Path, family: str, method: str
 ) -> None:
@@ -111,7 +128,7 @@ def test_a_model_quantized_at_load_gives_what_the_model_of_its_dequantized_weigh
 @pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(pp=2)])
 @pytest.mark.parametrize("method", ["int8", "int4"])
 def test_ranks_have_parts_of_the_same_quantized_weights(checkpoints: dict[str, Path], mesh: Mesh, method: str) -> None:
-    for family in ("llama", "phi3"):
+    for family in ("llama", "phi3", *MIXTURES):
         alone, _ = engine(checkpoints[family], method)
         direct, runner = ranked_engine(checkpoints[family], mesh, torch.float32, quantization=method)
         tokens = []
@@ -156,6 +173,10 @@ def test_signature_log_floor_and_answers_tell_how_weights_are_quantized(
     plain, int8, int4 = (read_bytes(load_spec(path, quantization=each), 2) for each in ("auto", "int8", "int4"))
     assert int8 * 2 == plain
     assert 0.25 < int4 / plain < 0.45
+    mixture = checkpoints["granitemoe"]
+    plain, int8, int4 = (read_bytes(load_spec(mixture, quantization=each), 2, 4) for each in ("auto", "int8", "int4"))
+    assert 0.5 <= int8 / plain < 0.55, "experts are of 8 bits, the router is not"
+    assert int4 < 0.8 * int8
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from numba import types
 from serinus.core.errors import ConfigError
 from serinus.kernels import canary
 from serinus.kernels.cpu import (
+    blocks,
     digest,
     fp8,
     llvm,
@@ -40,12 +41,10 @@ from serinus.kernels.cpu import (
     watching,
 )
 
-VERSION = zlib.crc32(
-    b"".join(
-        Path(str(module.__file__)).read_bytes()
-        for module in (canary, digest, fp8, llvm, products, quantized, row_steps, scalar, selection, vector, watching)
-    )
-)
+_INLINED = (
+    blocks, canary, digest, fp8, llvm, products, quantized, row_steps, scalar, selection, vector, watching,
+)  # fmt: skip
+VERSION = zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in _INLINED))
 """Digest of the sources that every body inlines. numba's cache on the disk watches only a body's own file, so each body
 closes over this number: machine code from before an edit or an upgrade is then not found, instead of run."""
 

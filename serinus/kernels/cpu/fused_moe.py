@@ -4,11 +4,13 @@ experts, E = width of the stream, F = width inside an expert.
 Few rows (a decode step) are a kernel of their own: rows are sorted by expert, and of each expert that is hit every
 weight is read once, in the order in which it lies, and serves all of its rows. Two starts of the threads: gate, up and
 activation; then down and the sum over a token's experts, a stretch of outputs on one thread, so that sums have one
-order. Sums are fp32. Many rows (a prompt) go to oneDNN, expert by expert.
+order. Sums are fp32. Many rows (a prompt) go to oneDNN, expert by expert. Quantized experts have kernels of their own
+(`quantized_moe`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -18,13 +20,14 @@ import torch.nn.functional as F
 from numba import types
 from torch import Tensor
 
-from serinus.kernels.checks import check_fused_moe
+from serinus.kernels.checks import Expert, check_fused_moe
 from serinus.kernels.contracts import ExpertGate
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
-from serinus.kernels.cpu.row_steps import gate_value
-from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, carray, exp2, fetch_add, inlined, intrinsic, ir
+from serinus.kernels.cpu.quantized_moe import multiply_experts, packed_experts
+from serinus.kernels.cpu.row_steps import gate_value, swiglu_value
+from serinus.kernels.cpu.scalar import FAST, at, carray, fetch_add, inlined, intrinsic, ir
 from serinus.kernels.packed import PackedExperts
-from serinus.kernels.ref.fused_moe import SWIGLU_ALPHA, SWIGLU_LIMIT, expert_gate
+from serinus.kernels.ref.fused_moe import expert_gate
 
 ROWS_MAX = 16
 """Rows of one expert up to which the kernel was the faster one (benchmarks/experts.py)."""
@@ -36,13 +39,18 @@ _GATE_UP, _DOWN = 1, 2
 _Arguments = fields("ticket part x gate_up down gate_up_bias down_bias tokens weights starts hits inner out hit_count "
                     "width inner_width token_count")  # fmt: skip
 _FIELDS = len(_Arguments._fields_)
-_SLOPE = np.float32(-LOG2_E * SWIGLU_ALPHA)
-_LIMIT = np.float32(SWIGLU_LIMIT)
+
+
+def pack_experts(experts: Iterable[Expert], gate_up_bias: Tensor | None, down_bias: Tensor | None) -> PackedExperts:
+    """Quantized experts as their kernels read them; see the reference."""
+    return packed_experts(experts, gate_up_bias, down_bias)
 
 
 def fused_moe(x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, packed: PackedExperts, gate: ExpertGate) -> Tensor:
     """The experts' sums; see the reference."""
     check_fused_moe(x_TE, weights_TK, ids_TK, packed)
+    if packed.sizes is not None:
+        return multiply_experts(x_TE, weights_TK, ids_TK, packed, gate)
     flat_P = ids_TK.numpy().reshape(-1)
     order_P = flat_P.argsort(kind="stable")
     counts_X = np.bincount(flat_P, minlength=len(packed.gate_up))[: len(packed.gate_up)]  # those elsewhere are last
@@ -135,13 +143,6 @@ def _dots(weight: Any, x_at: Any, places: Any, first: Any, count: Any, sums: Any
     sums[0], sums[1], sums[2], sums[3] = a, b, c, d
 
 
-@inlined(fastmath=FAST)
-def _swiglu(gate: Any, up: Any) -> Any:
-    """gpt-oss's activation, of fp32."""
-    gate, up = min(gate, _LIMIT), max(-_LIMIT, min(up, _LIMIT))
-    return (up + np.float32(1)) * gate / (np.float32(1) + exp2(gate * _SLOPE))
-
-
 @cache
 def _body(bf16: bool, oai: bool, version: int) -> Body:
     item = np.uint16 if bf16 else np.float32
@@ -174,7 +175,7 @@ def _body(bf16: bool, oai: bool, version: int) -> Body:
                     for i in range(count):
                         out = carray(at(a[11] + ((first + i) * inner + column) * 4), 1, np.float32)
                         if oai:
-                            out[0] = _swiglu(gates[i] + gate_bias, ups[i] + up_bias)
+                            out[0] = swiglu_value(gates[i] + gate_bias, ups[i] + up_bias)
                         else:
                             out[0] = gate_value(gates[i] + gate_bias, ups[i] + up_bias, False)
 

@@ -40,10 +40,11 @@ import torch
 from torch import Tensor
 
 from serinus.kernels.contracts import Gate
+from serinus.kernels.cpu.blocks import CHUNK, GROUP, multiply_block, word_bytes
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.calls import KernelCall
-from serinus.kernels.cpu.products import BLOCK, add_products
-from serinus.kernels.cpu.quantized import IN_STEP, add_unpacked, unpack
+from serinus.kernels.cpu.products import BLOCK
+from serinus.kernels.cpu.quantized import IN_STEP
 from serinus.kernels.cpu.row_steps import gate_row, norm_row
 from serinus.kernels.cpu.scalar import (
     FAST,
@@ -53,7 +54,6 @@ from serinus.kernels.cpu.scalar import (
     fetch_add,
     host_has,
     inlined,
-    literally,
     narrow,
     publish,
     widen,
@@ -65,12 +65,6 @@ ROWS_MAX = 32
 
 GATED_BLOCK = 2 * BLOCK
 """Outputs that a gated linear takes together: a block of the gate and one of what it lets through."""
-_CHUNK = 64
-"""Input pairs that serve all rows before the next: 16 KiB of weight, half of the first cache."""
-_GROUP = 4
-"""Rows in registers at a time: 16 sums, 4 vectors of weight, 1 of input."""
-_UNPACKED_ROWS = 4
-"""Up to so many rows quantized weights are unpacked in registers, for one group; else in the first cache, for all."""
 _RUN_MAX = 16
 """Blocks claimed at once, at most: long runs please the memory, short ones balance the threads. So runs begin long and
 get shorter: 2 % faster than all of 16, on 2 threads and 16 rows of 1024 x 6144."""
@@ -253,106 +247,6 @@ def warm() -> None:
 
 
 @inlined(fastmath=FAST)
-def _multiply_chunk(
-    chunk_at: Any, x: Any, rows: Any, row_bytes: Any, count: Any, nothing_at: Any, sums_at: Any, fetch: Any,
-    fetch_bytes: Any, PAIRED: Any,
-) -> None:  # fmt: skip
-    """sums += x weight for `count` words of all rows, or where `nothing_at` is not 0 sums = x weight: zeros of _GROUP
-    rows lie there. So many bytes a word are fetched meanwhile."""
-    literally(PAIRED)
-    groups = (rows + _GROUP - 1) // _GROUP
-    fetch_step = fetch_bytes // max(1, groups)
-    row = 0
-    for group in range(groups):
-        taken = (rows - row + groups - group - 1) // (groups - group)
-        here, s = x + row * row_bytes, sums_at + row * BLOCK * 4
-        before = nothing_at if nothing_at != 0 else s
-        if taken == 4:
-            add_products(here, row_bytes, chunk_at, before, s, count, fetch, fetch_step, 4, PAIRED)
-        elif taken == 3:
-            add_products(here, row_bytes, chunk_at, before, s, count, fetch, fetch_step, 3, PAIRED)
-        elif taken == 2:
-            add_products(here, row_bytes, chunk_at, before, s, count, fetch, fetch_step, 2, PAIRED)
-        else:
-            add_products(here, row_bytes, chunk_at, before, s, count, fetch, fetch_step, 1, PAIRED)
-        row += taken
-        fetch += count * fetch_step
-
-
-@inlined(fastmath=FAST)
-def _multiply_unpacked(
-    chunk_at: Any, x: Any, rows: Any, row_bytes: Any, count: Any, sums_at: Any, zeros_at: Any, fetch: Any, BITS: Any,
-    PAIRED: Any, SHIFTED: Any,
-) -> None:  # fmt: skip
-    """The same of quantized weights, in registers."""
-    literally(BITS)
-    literally(PAIRED)
-    literally(SHIFTED)
-    if rows == 4:
-        add_unpacked(x, row_bytes, chunk_at, sums_at, count, zeros_at, fetch, 4, BITS, PAIRED, SHIFTED)
-    elif rows == 3:
-        add_unpacked(x, row_bytes, chunk_at, sums_at, count, zeros_at, fetch, 3, BITS, PAIRED, SHIFTED)
-    elif rows == 2:
-        add_unpacked(x, row_bytes, chunk_at, sums_at, count, zeros_at, fetch, 2, BITS, PAIRED, SHIFTED)
-    else:
-        add_unpacked(x, row_bytes, chunk_at, sums_at, count, zeros_at, fetch, 1, BITS, PAIRED, SHIFTED)
-
-
-@inlined(fastmath=FAST)
-def _multiply_block(
-    block_at: Any, next_at: Any, x: Any, rows: Any, words: Any, part: Any, total_at: Any, sums_at: Any,
-    nothing_at: Any, kept_at: Any, scales_at: Any, zeros_at: Any, BITS: Any, PAIRED: Any, SHIFTED: Any,
-) -> None:  # fmt: skip
-    """total = x weight, fp32 [rows, 64], for one block of outputs; the first chunk of the block at `next_at` is fetched
-    meanwhile. sums_at: room for as much; nothing_at: zeros of _GROUP rows; kept_at: room for a chunk of unpacked words.
-    scales_at, zeros_at: those of the first part of this block, where it is quantized."""
-    literally(BITS)
-    literally(PAIRED)
-    literally(SHIFTED)
-    word_bytes = _word_bytes(BITS, PAIRED)
-    for begin in range(0, words, part):
-        end = min(begin + part, words)
-        into = sums_at if begin else total_at
-        sums = carray(at(into), rows * BLOCK, np.float32)
-        if BITS < 16 and rows <= _UNPACKED_ROWS:
-            for i in range(rows * BLOCK):
-                sums[i] = np.float32(0)
-        for chunk in range(begin, end, _CHUNK):
-            count = min(_CHUNK, end - chunk)
-            chunk_at = block_at + chunk * word_bytes
-            fetch = chunk_at + _CHUNK * word_bytes if chunk + _CHUNK < words else next_at
-            nothing = 0 if chunk > begin else nothing_at
-            if BITS == 16:
-                _multiply_chunk(
-                    chunk_at, x + chunk * 4, rows, words * 4, count, nothing, into, fetch, word_bytes, PAIRED
-                )
-            elif rows > _UNPACKED_ROWS:
-                unpack(chunk_at, kept_at, count, zeros_at, fetch, BITS, PAIRED, SHIFTED)
-                _multiply_chunk(kept_at, x + chunk * 4, rows, words * 4, count, nothing, into, fetch, 0, PAIRED)
-            else:
-                _multiply_unpacked(
-                    chunk_at, x + chunk * 4, rows, words * 4, count, into, zeros_at, fetch, BITS, PAIRED, SHIFTED
-                )
-        if BITS < 16:
-            scales = carray(at(scales_at), BLOCK, np.float32)
-            for row in range(rows):
-                for i in range(BLOCK):
-                    sums[row * BLOCK + i] *= scales[i]
-            scales_at += BLOCK * 4
-            zeros_at += BLOCK
-        if begin:
-            total = carray(at(total_at), rows * BLOCK, np.float32)
-            for i in range(rows * BLOCK):
-                total[i] += sums[i]
-
-
-@inlined(fastmath=set())
-def _word_bytes(bits: Any, paired: Any) -> Any:
-    """Bytes of weight that 64 outputs have for a word of the rows."""
-    return BLOCK * (2 if paired else 1) * bits // 8
-
-
-@inlined(fastmath=FAST)
 def _round_rows(total_at: Any, bias_at: Any, out_at: Any, rows: Any, row_bytes: Any, count: Any) -> None:
     """The first `count` outputs of rows as bf16, `row_bytes` apart; bias_at: 0, or where those of the bias are."""
     for row in range(rows):
@@ -426,9 +320,9 @@ def _body(bits: int, pairs: bool, has_zeros: bool, version: int) -> Body:
         words, blocks, part, gate, outs = a[6], a[7], a[9], a[10], a[17]
         room = min(a[5], rows_max) * BLOCK
         sums, total, halves = np.empty(room, np.float32), np.empty(room, np.float32), np.empty(2 * room, np.uint16)
-        kept = np.empty(_CHUNK * BLOCK if bits < 16 else 1, np.uint32)
-        nothing = np.zeros(_GROUP * BLOCK, np.float32)
-        block_bytes = words * _word_bytes(bits, paired)
+        kept = np.empty(CHUNK * BLOCK if bits < 16 else 1, np.uint32)
+        nothing = np.zeros(GROUP * BLOCK, np.float32)
+        block_bytes = words * word_bytes(bits, paired)
         tables = (words + part - 1) // part * BLOCK  # scales of a block
         half_count = 2 if gate else 1
         if a[16] != 0:
@@ -451,7 +345,7 @@ def _body(bits: int, pairs: bool, has_zeros: bool, version: int) -> Body:
                     for half in range(half_count):  # a gate, then what it lets through
                         here = block + half * blocks
                         then = here + blocks if half + 1 < half_count else following
-                        _multiply_block(
+                        multiply_block(
                             a[2] + here * block_bytes, a[2] + then * block_bytes, x_at, rows, words, part, total_at,
                             sums_at, nothing_at, kept_at, a[18] + here * tables * 4,
                             a[19] + here * tables, bits, paired, shifted_by,

@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 
 from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, carray, exp2, inlined, narrow, widen
+from serinus.kernels.ref.fused_moe import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 _SILU = np.float32(-LOG2_E)
 _GELU = np.float32(-LOG2_E * 2.0 * math.sqrt(2.0 / math.pi))
 _CUBIC = np.float32(0.044715)
+_SLOPE = np.float32(-LOG2_E * SWIGLU_ALPHA)
+_LIMIT = np.float32(SWIGLU_LIMIT)
 
 
 @inlined(fastmath=FAST)
@@ -54,6 +57,13 @@ def gate_value(x: Any, up: Any, gelu: Any) -> Any:
     x s(2 sqrt(2 / pi) (x + 0.044715 x^3))."""
     exponent = (x + _CUBIC * x * x * x) * _GELU if gelu else x * _SILU
     return x / (np.float32(1) + exp2(exponent)) * up
+
+
+@inlined(fastmath=FAST)
+def swiglu_value(gate: Any, up: Any) -> Any:
+    """gpt-oss's activation, of fp32."""
+    gate, up = min(gate, _LIMIT), max(-_LIMIT, min(up, _LIMIT))
+    return (up + np.float32(1)) * gate / (np.float32(1) + exp2(gate * _SLOPE))
 
 
 @inlined(fastmath=FAST)
