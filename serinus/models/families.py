@@ -14,7 +14,7 @@ from typing import Any
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.models.config_fields import ConfigFields
-from serinus.models.experts import ExpertFamily, expert_fields
+from serinus.models.experts import ExpertFamily, ExpertSpec, expert_fields
 from serinus.models.latent import latent_fields, rescaled
 
 
@@ -131,6 +131,9 @@ class Family:
     """`use_qk_norm` of the config says whether it has the norms of `qk_norm`."""
     latent: bool = False
     """Its attention is latent: one row of KV for all heads."""
+    hybrid: bool = False
+    """Layers may have states in place of attention, which is refused. Where there are no experts, the MLP is what other
+    mixtures have as a shared expert; positions rotate where `position_embedding_type` says so."""
     cohere: bool = False
     """What all of Cohere's have: attention and MLP read one norm, which subtracts the mean; scaled logits, tied. Where
     some layers slide, the others do not rotate."""
@@ -208,6 +211,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "GraniteMoeForCausalLM": Family(multipliers=True, experts=ExpertFamily()),
     "GraniteMoeSharedForCausalLM": Family(multipliers=True, experts=ExpertFamily()),
+    "GraniteMoeHybridForCausalLM": Family(multipliers=True, hybrid=True, experts=ExpertFamily()),
     "Olmo2ForCausalLM": Family(qkv_bias=None, qk_norm_whole=True, norms=_OLMO_NORMS),
     "Olmo3ForCausalLM": Family(
         qkv_bias=None,
@@ -259,12 +263,14 @@ def family_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
     context = config.whole("max_position_embeddings")
     layer_parts, window = _windows(config, family, layer_count, context)
     rope, rope_swa = _ropes(config, family)
+    experts = _experts(config, family, layer_count)
+    shared_mlp = family.hybrid and experts is None
     return {
         "layer_count": layer_count,
         "layer_parts": layer_parts,
         "window": window,
         "hidden_size": hidden,
-        "intermediate_size": config.whole("intermediate_size"),
+        "intermediate_size": config.whole("shared_intermediate_size" if shared_mlp else "intermediate_size"),
         "head_count": heads,
         **_heads(config, family, hidden, heads, rope),
         "context_length": context,
@@ -279,14 +285,26 @@ def family_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
         "qk_norm": family.qk_norm and config.flag("use_qk_norm", not family.qk_norm_said),
         "qk_norm_whole": family.qk_norm_whole,
         "qk_norm_each": family.cohere and config.flag("use_qk_norm", False),
-        "experts": None if family.experts is None else expert_fields(config, family.experts, layer_count),
+        "experts": experts,
         "extra_layers": config.whole("num_nextn_predict_layers", 0, low=0),
         "norm_names": family.norms,
         "fused_qkv": family.fused_qkv,
-        "fused_mlp": family.fused_mlp,
+        "fused_mlp": family.fused_mlp or shared_mlp,
+        "shared_mlp": shared_mlp,
         "plain_layers": _plain_layers(config, family, layer_count),
         **_block_fields(config, family, hidden),
     }
+
+
+def _experts(config: ConfigFields, family: Family, layer_count: int) -> ExpertSpec | None:
+    """The mixtures, if there are any; and of a hybrid that all layers are attention."""
+    if family.hybrid:
+        kinds = config.get("layer_types", config.get("layers_block_type"))
+        if not isinstance(kinds, list) or len(kinds) != layer_count or set(kinds) - {"attention", "full_attention"}:
+            raise config.fail("layer_types", f"{layer_count} of attention: the state of other layers is no paged KV")
+        if not config.whole("num_local_experts", 8, low=0):
+            return None
+    return None if family.experts is None else expert_fields(config, family.experts, layer_count)
 
 
 def _heads(config: ConfigFields, family: Family, hidden: int, heads: int, rope: RopeSpec) -> dict[str, Any]:
@@ -380,6 +398,8 @@ def _plain_layers(config: ConfigFields, family: Family, layer_count: int) -> tup
         slides = config.given("sliding_window", family.window) is not None
         parts = _layer_parts(config, family, layer_count)
         return tuple(i for i, part in enumerate(parts) if part is Part.FULL or not slides)
+    if family.hybrid and config.get("position_embedding_type") != "rope":
+        return tuple(range(layer_count))
     if not family.plain_every:
         return ()
     every = config.whole("no_rope_layer_interval", family.plain_every)

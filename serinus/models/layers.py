@@ -124,6 +124,8 @@ class _Layer:
         before, added, before_mlp, added_by_mlp = spec.norm_names
         width = size if spec.latent is None else spec.latent.value
         outputs = range(shard.heads.start * width, shard.heads.stop * width)
+        gate_up, down = ("gate_up_proj", "down_proj") if not spec.shared_mlp else ("input_linear", "output_linear")
+        mlp = "shared_mlp" if spec.shared_mlp else "mlp"
         q_size, kv_size, inner = spec.head_count * size, spec.kv_head_count * size, spec.intermediate_size
         return LayerWeights(
             part=self._part,
@@ -149,9 +151,9 @@ class _Layer:
             output_norm_E=None if added_by_mlp is None else self._norm(added_by_mlp),
             gate_up=self._rows(
                 (("mlp.gate_proj", inner, shard.mlp), ("mlp.up_proj", inner, shard.mlp)),
-                "mlp.gate_up_proj" if spec.fused_mlp else None, has_bias=spec.mlp_bias,
+                f"{mlp}.{gate_up}" if spec.fused_mlp else None, has_bias=spec.mlp_bias,
             ) if is_dense else None,
-            down=self._columns("mlp.down_proj", inner, shard.mlp, spec.mlp_bias) if is_dense else None,
+            down=self._columns(f"{mlp}.{down}", inner, shard.mlp, spec.mlp_bias) if is_dense else None,
             kv_scales=(self._kv_scale("k"), self._kv_scale("v")),
         )  # fmt: skip
 

@@ -101,6 +101,11 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteMoeSharedForCausalLM",
         {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 96},
     ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {**_GRANITE, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"sliding_window": 24, "query_pre_attn_scalar": 20}),
     "gemma3_text": (
@@ -326,6 +331,9 @@ def _config_of(family: str, settings: dict[str, Any]) -> Any:
     settings = {**extra, **settings}
     if family.startswith(("qwen2", "phi3", "dots1", "granitemoe", "deepseek")):
         settings.pop("head_dim")  # it is hidden / heads
+    if family == "granitemoehybrid":
+        settings.setdefault("layer_types", ["attention"] * settings["num_hidden_layers"])
+        settings.setdefault("shared_intermediate_size", settings["intermediate_size"])
     if family.startswith("deepseek"):
         settings["num_key_value_heads"] = settings["num_attention_heads"]
     if family == "phi3":

@@ -103,6 +103,8 @@ class ModelSpec:
     """Query, key and value projections are one tensor, `qkv_proj`."""
     fused_mlp: bool = False
     """Gate and up projections are one tensor, `gate_up_proj`."""
+    shared_mlp: bool = False
+    """The MLP is called `shared_mlp`, as a shared expert is."""
     experts: ExpertSpec | None = None
     """Its mixtures of experts; None = every MLP is dense."""
     latent: LatentSpec | None = None

@@ -38,12 +38,12 @@ def transformers_fields(folder: Path, architecture: str) -> dict[str, Any]:
         raise _refusal(architecture, "it is no text decoder of the installed transformers")
     config = read_config(folder)
     model = getattr(transformers, architecture)
-    if not model._supports_attention_backend:
-        raise _refusal(architecture, "its attention in transformers cannot be replaced (no attention interface)")
-    kinds = getattr(config, "layer_types", None) or ()
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     odd = sorted({str(kind) for kind in kinds} - set(_LAYER_KINDS))
     if odd or model._is_stateful or config.is_encoder_decoder:
         raise _refusal(architecture, f"its state is no paged KV ({', '.join(odd) or 'states, or an encoder'})")
+    if not model._supports_attention_backend:
+        raise _refusal(architecture, "its attention in transformers cannot be replaced (no attention interface)")
     heads, hidden = config.num_attention_heads, config.hidden_size
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_size = getattr(config, "head_dim", None) or hidden // heads

@@ -25,7 +25,7 @@ from tests.models.parity import (
     tied_tokens,
 )
 
-LOADED = ("gemma", "glm", "glm4", "granite", "phi3", "qwen2_yarn", "smollm3")
+LOADED = ("gemma", "glm", "glm4", "granite", "granitemoehybrid", "phi3", "qwen2_yarn", "smollm3")
 """They differ from others as they are loaded, not as they are computed."""
 OP_BY_OP = ("olmo2", "olmo3", "cohere", "cohere2")
 """Norms stand behind attention and MLP alone, and over all heads; or attention and MLP of a layer read one norm."""

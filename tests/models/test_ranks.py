@@ -40,6 +40,7 @@ FAMILIES = {
     "gemma3_text": {"tied": True, "layers": 7, "kv_heads": 2, "head_size": 32},
     "phi3": {"layers": 3, "intermediate": 157},
     "glm4": {"layers": 3, "attention_bias": True},
+    "granitemoehybrid": {"layers": 3, "intermediate": 157},
     "cohere": {"layers": 3, "attention_bias": True, "intermediate": 157},
     "cohere2": {"tied": True, "layers": 5},
     "olmo2": {"layers": 3, "attention_bias": True},

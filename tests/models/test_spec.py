@@ -18,7 +18,7 @@ from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.models import KNOWN_ARCHITECTURES, choose_dtype, load_spec
 from serinus.models.rope import frequencies
-from serinus.models.small_checkpoints import make_toy
+from serinus.models.small_checkpoints import make_checkpoint, make_toy
 from serinus.models.spec import RopeSpec
 
 BASE: dict[str, Any] = {
@@ -38,6 +38,30 @@ def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | Non
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
+
+
+def test_a_hybrid_is_served_where_all_layers_are_attention_and_refused_for_its_states(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "granitemoehybrid", layers=2, tokenizer=False)
+    written = json.loads((path / "config.json").read_text())
+    assert load_spec(path).plain_layers == ()
+    (path / "config.json").write_text(json.dumps({**written, "position_embedding_type": None}))
+    assert load_spec(path).plain_layers == (0, 1)
+    for kinds in (["mamba", "attention"], ["attention"], None):
+        (path / "config.json").write_text(json.dumps({**written, "layer_types": kinds}))
+        with pytest.raises(ConfigError, match="2 of attention: the state of other layers is no paged KV"):
+            load_spec(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Qwen3Next", "Mamba", "Mamba2", "Jamba", "FalconH1", "Bamba"])
+def test_models_with_states_are_refused_for_them(tmp_path: Path, kind: str) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")()
+    config.architectures = [f"{kind}ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"{kind}ForCausalLM' cannot run through transformers: its state is no paged"):
+        load_spec(tmp_path)
 
 
 def test_what_a_config_leaves_out_has_the_familys_default(tmp_path: Path) -> None:
