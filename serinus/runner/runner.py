@@ -182,7 +182,7 @@ class Runner:
 
     def _rehearsed(self, size: int) -> ForwardBatch:
         """A step of padding alone, staged."""
-        self._inbox.begin(stays=True)
+        self._inbox.begin()
         staged = put_batch((), tuple(self._tables), self._inbox.put, is_watched=self._is_watched, room=size)
         self._hook.stage(staged.host, self._inbox.put)
         self._inbox.send()
@@ -221,7 +221,7 @@ class Runner:
     def _sent(self, plan: StepPlan, behind: Behind | None) -> StepBatch:
         work, inbox = plan.work, self._inbox
         room = self._room_of(work)
-        inbox.begin(stays=room is not None)
+        inbox.begin()
         staged = put_batch(work, tuple(self._tables), inbox.put, is_watched=self._is_watched, room=room)
         self._hook.stage(staged.host, inbox.put)
         self._stage_tables(plan.table_writes, inbox.put)
