@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def unlike(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[tuple[Server, tuple[int, int]]]:
     sizes: tuple[int, int] = request.param
     pages = ("--prefill-page-size", str(sizes[0]), "--decode-page-size", str(sizes[1]))
-    with Server("up", str(checkpoint), *WORDS, *pages) as server:
+    with Server("up", str(checkpoint), *WORDS, *pages, timeout_s=300) as server:  # four engines may compile
         yield server, sizes
 
 
