@@ -81,7 +81,7 @@ class Planted:
 def make_canary_toy(folder: Path, shape: str, **kind: Any) -> Path:
     """A toy checkpoint of one of CANARY_SHAPES."""
     heads = {"kv_heads": 2, "head_size": 16}
-    return make_toy(folder, tokenizer=False, **{**heads, **kind, **CANARY_SHAPES[shape]})
+    return make_toy(folder, tokenizer=False, **{**heads, **CANARY_SHAPES[shape], **kind})
 
 
 class CanaryPDFixture:

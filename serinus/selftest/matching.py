@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
+from types import MappingProxyType
 
 from serinus.canary import Violation
 from serinus.canary.perturb import MODES, Injection
@@ -18,6 +19,7 @@ _FIELDS = {
 }
 _IN_ROWS = ("req_to_token", "foreign_page")
 """Row entries are changed, no bytes."""
+_ALONE: Mapping[str, Sequence[str]] = MappingProxyType({})
 _ELSEWHERE = ("tier_bytes", "transfer_bytes")
 """Damaged on another tier or on the way: the slot within the page is known, the page is not."""
 Report = tuple[str, Violation]
@@ -43,11 +45,13 @@ def _is_of_host(violation: Violation) -> bool:
 
 
 def matched(
-    planted: Sequence[Planted], reports: Iterable[Report], finder: str, page_size: int, ranks: Sequence[str] = ("",)
-) -> Matches:
+    planted: Sequence[Planted], reports: Iterable[Report], finder: str, page_size: int, ranks: Sequence[str] = ("",),
+    takers: Mapping[str, Sequence[str]] = _ALONE,
+) -> Matches:  # fmt: skip
     """Match what was found with what was planted. `finder`: the side that must find it; `ranks`: the names of the ranks
-    of either side."""
-    matches = Matches(planted, finder, page_size, ranks)
+    of either side; `takers`: by rank those of the other side that get what it sends, where that is not the rank of its
+    own name."""
+    matches = Matches(planted, finder, page_size, ranks, takers)
     for side, violation in reports:
         matches.take(side, violation)
     return matches
@@ -57,10 +61,15 @@ class Matches:
     """Reports by the fault that explains them. A report of a page that is not known explains one fault only.
 
     Damaged KV is reported by the rank that holds it and by no other; of a page that was handed over, by the rank of the
-    other engine with the same heads and layers. Wrong tokens are written by all ranks, and all report them."""
+    other engine with the same heads and layers, or of latent rows, which one slice sends to all, by each of them. Wrong
+    tokens are written by all ranks, and all report them."""
 
-    def __init__(self, planted: Sequence[Planted], finder: str, page_size: int, ranks: Sequence[str]) -> None:
+    def __init__(
+        self, planted: Sequence[Planted], finder: str, page_size: int, ranks: Sequence[str],
+        takers: Mapping[str, Sequence[str]],
+    ) -> None:  # fmt: skip
         self._planted, self._finder, self._page_size, self._ranks = planted, finder, page_size, ranks
+        self._takers = takers
         self.by_fault: list[list[Report]] = [[] for _ in planted]
         self.unexplained: list[Report] = []
 
@@ -92,7 +101,9 @@ class Matches:
         reason, checks = must_say(injection, same_position=same)
         half = injection.place.half if injection.place is not None else ""
         firsts = []
-        ranks = (injection.rank,) if MODES[injection.mode].has_part else self._ranks
+        ranks = self._ranks
+        if MODES[injection.mode].has_part:
+            ranks = self._holders(self._planted[index], self._finder)
         for check, rank in product(checks, ranks):
             steps = [
                 violation.step for violation in reports
@@ -124,7 +135,7 @@ class Matches:
             return False
         if injection.mode == "next_token_swap":
             return {violation.stored_token, violation.expected_token} == {injection.before, injection.after}
-        if (violation.part.name, violation.rank) != (injection.part, injection.rank):
+        if violation.part.name != injection.part or violation.rank not in self._holders(planted, side):
             return False
         if injection.mode in _IN_ROWS:
             # A step under way may have written on a foreign chain: found where that ends, or at its last slot.
@@ -149,6 +160,11 @@ class Matches:
         if side == planted.side:
             return violation.slot == injection.slot and injection.position in (-1, violation.position)
         return violation.position == injection.position
+
+    def _holders(self, planted: Planted, side: str) -> Sequence[str]:
+        """The ranks of a side that have what was damaged."""
+        rank = planted.injection.rank
+        return (rank,) if side == planted.side else self._takers.get(rank, (rank,))
 
     def _at_offset(self, injection: Injection, violation: Violation, halves: str) -> bool:
         place, offset = injection.place, violation.position % self._page_size

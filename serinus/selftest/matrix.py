@@ -7,7 +7,8 @@ both canaries, and compares them with what `MODES` promises: which check reports
 that no other check reports anything. A cell without a mode is a clean run under abort, eviction and reload.
 
 Where the engines have several ranks, every rank that holds KV of the part is damaged, one after the other in an order
-by the seed, and that very rank must report it.
+by the seed, and that very rank must report it. Latent rows are the same on all slices of a stage, and the first of them
+sends them to all: on their way those of it are damaged, and every slice that got them must report it.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def plan_matrix(subject: Subject) -> list[Cell]:
                 if side not in subject.sides:
                     continue
                 finder = "decode" if mode in ("transfer_bytes", "real_kv_post_forward") else side
-                places = _places(spec, subject, part, mode)
+                places = _places(spec, subject, part, mode, is_sent=finder != side)
                 cells.append(
                     Cell(
                         model=subject.name, part=part.name if facts.has_part else "tokens", mode=mode, side=side,
@@ -139,8 +140,17 @@ def _mesh(subject: Subject) -> Mesh:
     return Mesh(tp=subject.settings.get("tp_size", 1), pp=subject.settings.get("pp_size", 1))
 
 
-def _places(spec: ModelSpec, subject: Subject, part: Part, mode: str) -> dict[int, int]:
-    """The ranks that a mode can damage, and how many places it can hit there; empty: it damages tokens."""
+def _takers(spec: ModelSpec, mesh: Mesh) -> dict[str, list[str]]:
+    """Of latent rows, by the first slice of each stage the ranks that it sends them to."""
+    if not spec.is_latent:
+        return {}
+    stages = [[mesh.rank_of(tp_rank=tp, pp_rank=pp) for tp in range(mesh.tp)] for pp in range(mesh.pp)]
+    return {mesh.name(stage[0]): [mesh.name(rank) for rank in stage] for stage in stages}
+
+
+def _places(spec: ModelSpec, subject: Subject, part: Part, mode: str, *, is_sent: bool) -> dict[int, int]:
+    """The ranks that a mode can damage, and how many places it can hit there; empty: it damages tokens. `is_sent`: what
+    the other engine gets of them is damaged."""
     partial = subject.settings.get("kv_canary_real_data") == "partial"
     stamped = 2 * part.halves * STAMP_FIELDS if mode in _AT_ARRIVAL else 0
     found = {}
@@ -148,7 +158,7 @@ def _places(spec: ModelSpec, subject: Subject, part: Part, mode: str) -> dict[in
         layers, heads = len(spec.on(shard).layers_of(part)), len(shard.kv_heads)
         if partial and MODES[mode].reads_bytes:
             heads = int(0 in shard.kv_heads)  # the first bytes of head 0 alone are digested
-        if layers and heads:
+        if layers and heads and not (is_sent and spec.is_latent and shard.tp_rank):
             found[shard.rank] = layers * part.halves * heads + stamped if MODES[mode].reads_bytes else 0
     return found
 
@@ -177,7 +187,8 @@ def run_cell(cell: Cell, subject: Subject, *, faults: int = 3, seed: int = 0) ->
         _run_in(cell, subject, None, faults, seed)
         return cell
     part = _target(cell, subject)
-    places = _places(load_spec(subject.checkpoint), subject, part, cell.mode)
+    spec, is_sent = load_spec(subject.checkpoint), cell.finder != cell.side
+    places = _places(spec, subject, part, cell.mode, is_sent=is_sent)
     victims: list[int | None] = [*(places or (None,))]
     Rng(seed).split(f"ranks of {cell.mode}").shuffle(victims)
     for victim in victims:
@@ -246,7 +257,8 @@ def _judge(pair: CanaryPDFixture, cell: Cell) -> None:
     if cell.mode == OVERFLOW:
         return  # the scene has counted
     page = pair.built("decode").config.memory.page_size
-    matches = matched(pair.planted, _reports(pair), cell.finder, page, pair.ranks)
+    takers = _takers(pair.built("decode").spec, pair.mesh)
+    matches = matched(pair.planted, _reports(pair), cell.finder, page, pair.ranks, takers)
     cell.injected += len(pair.planted)
     cell.alarms += [f"{side}: {violation.line()}" for side, violation in matches.unexplained]
     hit = set()

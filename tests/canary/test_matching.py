@@ -97,6 +97,26 @@ def test_of_latent_rows_the_twin_of_a_damaged_token_is_told_too_and_is_not_the_r
     assert matched([fault], [other, own], "decode", PAGE).unexplained == [other]
 
 
+def test_latent_rows_that_one_slice_sends_damaged_are_reported_by_every_slice_that_got_them() -> None:
+    ranks, stages = ("TP0 PP0", "TP1 PP0", "TP0 PP1", "TP1 PP1"), (("TP0 PP0", "TP1 PP0"), ("TP0 PP1", "TP1 PP1"))
+    takers = {stage[0]: stage for stage in stages}
+    fault = planted("transfer_bytes", 2, Place(layer=0, half="K", head=0))
+    fault = replace(fault, injection=replace(fault.injection, part="LATENT", rank="TP0 PP1"))
+
+    def told(rank: str) -> tuple[str, Violation]:
+        side, violation = report("TAIL_K", 6, Reason.VERIFY_REAL_KV_HASH, "r")
+        return side, replace(violation, tag="TAIL_K_LATENT", part=Part.LATENT, rank=rank)
+
+    both = [told(rank) for rank in stages[1]]
+    found = matched([fault], both, "decode", PAGE, ranks, takers)
+    assert (found.unexplained, found.detected()) == ([], [2])
+    assert matched([fault], both[:1], "decode", PAGE, ranks, takers).detected() == [None], "one slice is silent"
+    other = told("TP1 PP0")
+    assert matched([fault], [*both, other], "decode", PAGE, ranks, takers).unexplained == [other], "of another stage"
+    own = ("prefill", told("TP1 PP1")[1])
+    assert matched([fault], [own], "decode", PAGE, ranks, takers).unexplained == [own], "the sender's other slice"
+
+
 def test_a_chunk_that_was_under_way_is_written_on_the_foreign_chain_and_found_at_its_last_slot() -> None:
     """With two stages: the entry of position 7 is wrong, a chunk of the positions 8 to 15 goes on from there."""
     fault = planted("req_to_token", 9, None, position=7, rid="r")

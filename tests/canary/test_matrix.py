@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from serinus.canary.perturb import MODES
+from serinus.cli.canary import _subjects
 from serinus.cli.canary_show import canary_lines, story_lines
 from serinus.cli.main import main
 from serinus.core.parts import Part
@@ -102,7 +104,7 @@ def test_more_violations_than_a_ring_holds_are_all_counted_also_with_a_step_queu
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("shape", "tp", "pp"), [("full", 2, 1), ("both", 1, 2)])
+@pytest.mark.parametrize(("shape", "tp", "pp"), [("full", 2, 1), ("both", 1, 2), ("latent", 2, 1)])
 def test_every_rank_of_an_engine_finds_the_faults_that_are_planted_in_it(
     tmp_path: Path, shape: str, tp: int, pp: int
 ) -> None:
@@ -112,8 +114,10 @@ def test_every_rank_of_an_engine_finds_the_faults_that_are_planted_in_it(
         assert cell.perfect, cell
         assert cell.hit == cell.places or cell.mode == "tier_bytes", cell
     names = {"TP0 PP0", "TP1 PP0" if tp == 2 else "TP0 PP1"}
-    for mode in ("req_to_token", "real_kv_used", "tier_bytes", "transfer_bytes"):
-        assert {name for cell in cells if cell.mode == mode for name in cell.ranks_hit} == names
+    hit = {mode: {name for cell in cells if cell.mode == mode for name in cell.ranks_hit} for mode in MODES}
+    for mode in ("req_to_token", "real_kv_used", "tier_bytes"):
+        assert hit[mode] == names
+    assert hit["transfer_bytes"] == ({"TP0 PP0"} if shape == "latent" else names), "one slice sends latent rows"
 
 
 @pytest.mark.proof
@@ -150,6 +154,25 @@ def test_places_are_those_of_the_ranks_that_hold_the_part(tmp_path: Path) -> Non
     by_mode = {cell.mode: cell for cell in partial}
     assert by_mode["real_kv_used"].ranks == ["TP0 PP0"], "only head 0 is digested"
     assert by_mode["req_to_token"].ranks == ["TP0 PP0", "TP1 PP0"]
+
+
+@pytest.mark.parametrize(("tp", "pp", "shapes"), [(1, 4, 4), (2, 1, 4), (4, 1, 4), (3, 1, 3)])
+def test_the_toys_can_be_divided_among_the_ranks_that_are_asked_for(
+    tmp_path: Path, tp: int, pp: int, shapes: int
+) -> None:
+    """The latent one, of 4 query heads, is left out where they cannot be shared."""
+    given = Namespace(
+        tp_size=tp, pp_size=pp, model=None, page_size=4, kv_canary_real_data="all", kv_canary_coverage="full",
+        device="cpu", dtype="auto", kv_cache_dtype="auto",
+    )  # fmt: skip
+    subjects = _subjects(given, tmp_path)
+    assert [len(plan_matrix(each)) > 3 for each in subjects] == [True] * (shapes + 1), "and the first one in turns"
+
+
+def test_of_latent_rows_those_of_the_slice_that_sends_them_are_damaged_on_their_way(tmp_path: Path) -> None:
+    ranks = {(cell.mode, cell.side): cell.ranks for cell in plan_matrix(subject(tmp_path, "latent", tp_size=2))}
+    assert ranks["transfer_bytes", "prefill"] == ranks["real_kv_post_forward", "prefill"] == ["TP0 PP0"]
+    assert ranks["real_kv_post_forward", "decode"] == ranks["tier_bytes", "prefill"] == ["TP0 PP0", "TP1 PP0"]
 
 
 IN_TURNS = ("req_to_token", "real_kv_used", "tier_bytes")
