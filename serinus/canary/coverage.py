@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from struct import Struct
 from typing import Final
 
 import numpy as np
@@ -81,8 +83,14 @@ def reads_of(
     if window is not None:
         low = [max(0, start - window + 1) for start in starts]
     strides = [1 if whole else stride for whole in wholes]
-    names = range(first_name, first_name + count)
-    return np.array([*names, *rows, *low, *starts, *strides, *chains], np.int64).reshape(6, count)
+    names, reads_6B = range(first_name, first_name + count), np.empty((6, count), np.int64)
+    _words(6 * count).pack_into(reads_6B.data, 0, *names, *rows, *low, *starts, *strides, *chains)
+    return reads_6B
+
+
+@cache
+def _words(count: int) -> Struct:
+    return Struct(f"={count}q")
 
 
 def pieces(due: DuePages, entries_max: int) -> Iterator[tuple[Counts, int]]:

@@ -36,14 +36,14 @@ class Spent:
     """The seconds between entering and leaving it, in all. Not to be entered twice at once."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._begun = clock, 0.0
+        self._now, self._begun = clock.now, 0.0
         self.seconds = 0.0
 
     def __enter__(self) -> None:
-        self._begun = self._clock.now()
+        self._begun = self._now()
 
     def __exit__(self, *error: object) -> None:
-        self.seconds += self._clock.now() - self._begun
+        self.seconds += self._now() - self._begun
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,6 +107,8 @@ class CanaryHook:
         self._faults = faults
         self._checks: StepChecks | None = None
         self._batch: ForwardBatch | None = None
+        self._slots: Mapping[Part, NDArray[np.int64]] = {}
+        """Where the tokens of the step go."""
         self._is_watching = self._has_begun = False
         self._is_staged = any(lanes.watch.is_staged for lanes in parts.values())
         of_layer = sorted((i, part, at) for part, lanes in parts.items() for at, i in enumerate(lanes.layer_ids))
@@ -140,25 +142,32 @@ class CanaryHook:
         checks = self._checks
         if checks is None or checks.write_check is not None or self._faults is not None:
             return False
-        return all(lanes.watch.has_room(room, checks.due[part].entry_count) for part, lanes in self._parts.items())
+        return not self._is_staged or all(
+            lanes.watch.has_room(room, checks.due[part].entry_count) for part, lanes in self._parts.items()
+        )
 
     def stage(self, batch: HostBatch, put: Put) -> None:
-        """Count what is to be read back, and tell watches that are staged what they verify in the pass; one that is
+        """Note where the tokens go, and tell watches that are staged what they verify in the pass; one that is
         recorded verifies nothing yet."""
         if not len(batch.rows_B):
             self._checks = _nothing(self._parts)
         checks = self._checks
         if checks is None:
             return
-        with self._spent:
-            for part, lanes in self._parts.items():
-                if lanes.coefficients_L22W is not None:
-                    count = checks.stored[part] = int(np.count_nonzero(batch.slots[part]))
-                    lanes.stored.due += count
-            if self._is_staged:
+        self._slots = batch.slots
+        if self._is_staged:
+            with self._spent:
                 self._stage(checks, batch, put)
 
+    def _count_stored(self, checks: StepChecks) -> None:
+        """What the pass stores is to be read back."""
+        for part, lanes in self._parts.items():
+            if lanes.coefficients_L22W is not None:
+                count = checks.stored[part] = int(np.count_nonzero(self._slots[part]))
+                lanes.stored.due += count
+
     def _stage(self, checks: StepChecks, batch: HostBatch, put: Put) -> None:
+        self._count_stored(checks)
         for part, lanes in self._parts.items():
             due, is_cut = checks.due[part], batch.room is None
             lanes.watch.stage(
@@ -230,6 +239,8 @@ class CanaryHook:
 
     def _begin(self, checks: StepChecks, batch: ForwardBatch) -> None:
         self._has_begun = True
+        if not self._is_staged:
+            self._count_stored(checks)
         if self._faults is not None:
             self._faults.before(checks, batch)
         starts_B1, rows_B = batch.attention.q_starts_B1, batch.attention.rows_B

@@ -183,7 +183,9 @@ class CanaryRank:
             reads = checks.reads[part] = reads_of(
                 rows, starts, wholes, chains, first_name=base, stride=settings.stride, window=window
             )
-            checks.due[part] = due_pages(self._kernels.canary_due, reads, lanes.turn_size, window)
+            # Of a part with a window some is worked out twice, which needs arrays that stay.
+            due = lanes.watch.due if window is None else self._kernels.canary_due
+            checks.due[part] = due_pages(due, reads, lanes.turn_size, window)
         self.hook.arm(checks)
 
     def returned(self, result: StepResult | None) -> StepResult | None:

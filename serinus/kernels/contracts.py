@@ -240,6 +240,9 @@ class CanaryOps(Protocol):
     def canary_digest(self) -> Callable[..., Tensor]: ...
 
     @property
+    def canary_due(self) -> Callable[..., tuple[NDArray[np.int64], int, int, NDArray[np.int64]]]: ...
+
+    @property
     def canary_plan(self) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]: ...
 
     @property
@@ -278,6 +281,7 @@ class WatchPlan:
 class Watch(Protocol):
     """The canary's checks of one part around forward passes. The calls of one pass, in order:
 
+        watch.due(reads, page_size)        what is to be verified in this pass
         watch.stage(plan, put)             on the host, before any work of the pass is queued
         watch.expand(due, bound)           which slots are verified in this pass
         watch.stand(slots, ...)            the tokens that this pass computes
@@ -300,6 +304,10 @@ class Watch(Protocol):
     """Slots expanded for this pass."""
     is_staged: bool
     """Whether it has a use for `stage`."""
+
+    def due(self, reads_6B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.int64], int, int, NDArray[np.int64]]:
+        """`canary_due`; the arrays may be of the watch, and mean nothing any more at the next call."""
+        ...
 
     def has_room(self, room: int, entry_count: int) -> bool:
         """Whether a recorded pass of so many sequences verifies so many slots."""

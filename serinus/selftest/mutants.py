@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -284,15 +285,20 @@ def _residue_skipped() -> Iterator[None]:
 
     def weak(device: str) -> Any:
         kernels = original(device)
-        due = kernels.canary_due
 
-        def skipping(reads: Any, page_size: int) -> Any:
+        def skipping(due: Any, reads: Any, page_size: int) -> Any:
             ends, strides = reads[3:5]
             kept = (strides == 1) | (ends % strides != strides - 1)
+            bound = due(reads, page_size)[3].copy()
             *some, _ = due(np.ascontiguousarray(reads[:, kept]), page_size)
-            return *some, due(reads, page_size)[3]
+            return *some, bound
 
-        return replace(kernels, canary_due=skipping)
+        def watch(*given: Any) -> Any:
+            made = kernels.canary_watch(*given)
+            made.due = partial(skipping, made.due)
+            return made
+
+        return replace(kernels, canary_due=partial(skipping, kernels.canary_due), canary_watch=watch)
 
     with _replaced(make_file, "load", weak):
         yield

@@ -33,6 +33,31 @@ def due_of(bounds: list[tuple[int, int]], strides: list[int], page_size: int, la
     return DuePages(columns_7B=columns, entry_count=entries, slot_count=slots, bound_5B=bound)
 
 
+@given(st.lists(st.tuples(BOUNDS, st.integers(1, 4)), min_size=2, max_size=6), st.sampled_from((1, 4)))
+def test_words_that_are_filled_again_say_what_new_ones_say(
+    steps: list[tuple[list[tuple[int, int]], int]], page_size: int
+) -> None:
+    """Also where the batch grows, shrinks, or has less due than the one before."""
+    kept = cpu.DueWords()
+    for bounds, stride in steps:
+        low, high = ([pick(pair) for pair in bounds] for pick in (min, max))
+        count = len(bounds)
+        reads = np.array([range(count), range(1, count + 1), low, high, [stride] * count, range(70, 70 + count)])
+        kept.work_out(reads, page_size)
+        columns, entries, slots, bound = ref.canary_due(reads, page_size)
+        assert kept.columns_7B.tolist() == columns.tolist()
+        assert kept.bound_5B.tolist() == bound.tolist()
+        assert (kept.entry_count, kept.slot_count) == (entries, slots)
+        for array, at in ((kept.columns_7B, kept.columns_at), (kept.bound_5B, kept.bound_at)):
+            assert at == array.ctypes.data or not array.size
+
+
+def test_what_is_due_of_one_step_does_not_change_with_the_next() -> None:
+    first = cpu.canary_due(np.array([[0], [1], [0], [9], [1], [7]]), 4)[0]
+    cpu.canary_due(np.array([[0], [2], [0], [30], [1], [7]]), 4)
+    assert first.tolist() == [[0], [1], [0], [9], [0], [1], [0]]
+
+
 def positions(due: DuePages, page_size: int) -> list[tuple[int, int]]:
     """(sequence, position) that the plan kernel will expand and find due, written once more by hand."""
     found = []

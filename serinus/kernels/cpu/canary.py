@@ -68,17 +68,42 @@ def canary_digest(layers_kv: LayersKv, slots_E: Tensor, coefficients_L22W: Tenso
 
 def canary_due(reads_6B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.int64], int, int, NDArray[np.int64]]:
     """Columns of `canary_plan`, their entries, how many of those are verified, and what the watch binds."""
-    reads_6B = np.ascontiguousarray(reads_6B, np.int64)
-    count = reads_6B.shape[1]
-    words = np.empty(12 * count, np.int64)
-    arguments = Due(0, address_of(reads_6B), address_of(words), count, page_size, 0, 0, 0, 0)
-    _due_body(VERSION)(arguments, 1)
-    live, bound = arguments.live, arguments.bound
-    columns_7B, bound_5B = (
-        words[: 7 * live].reshape(7, live),
-        words[7 * count : 7 * count + 5 * bound].reshape(5, bound),
-    )
-    return columns_7B, arguments.entry_count, arguments.slot_count, bound_5B
+    found = DueWords()
+    found.work_out(reads_6B, page_size)
+    return found.columns_7B, found.entry_count, found.slot_count, found.bound_5B
+
+
+class DueWords:
+    """`canary_due` into words that stay where they are: all that it returned before is overwritten."""
+
+    def __init__(self) -> None:
+        self._arguments, self._body = Due(0, 0, 0, 0, 0, 0, 0, 0, 0), _due_body(VERSION)
+        self._words: NDArray[np.int64] = np.empty(0, np.int64)
+        self._reads_6B = self._words.reshape(6, 0)
+        self._size = (-1, -1)
+        """Columns and bound sequences of the arrays."""
+        self.columns_7B, self.bound_5B = self._words.reshape(7, 0), self._words.reshape(5, 0)
+        self.columns_at, self.bound_at = 0, 0
+        """Where these two lie."""
+        self.entry_count = self.slot_count = 0
+
+    def work_out(self, reads_6B: NDArray[np.int64], page_size: int) -> None:
+        """Fill the arrays; arguments as `canary_due` takes them."""
+        arguments, count = self._arguments, reads_6B.shape[1]
+        if count != arguments.count:
+            self._words, self._size = np.empty(18 * count, np.int64), (-1, -1)
+            self._reads_6B = self._words[12 * count :].reshape(6, count)
+            arguments.count, arguments.out = count, address_of(self._words)
+            arguments.reads = arguments.out + 12 * count * 8
+        self._reads_6B[:], arguments.page_size = reads_6B, page_size
+        self._body(arguments, 1)
+        self.entry_count, self.slot_count = arguments.entry_count, arguments.slot_count
+        size = live, bound = arguments.live, arguments.bound
+        if size != self._size:
+            self._size, begin = size, 7 * count
+            self.columns_7B = self._words[: 7 * live].reshape(7, live)
+            self.bound_5B = self._words[begin : begin + 5 * bound].reshape(5, bound)
+            self.columns_at, self.bound_at = arguments.out, arguments.out + begin * 8
 
 
 def canary_plan(

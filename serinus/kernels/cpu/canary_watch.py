@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from operator import is_
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from serinus.kernels.cpu.watched_attention import pack_factors
 from serinus.kernels.packed import PackedFactors
 
 _WORD = 8
+_TAIL = int(StampLane.TAIL_K)
 _ROOM = 64
 """Entries for which there is room beyond those that are asked for."""
 _KEPT = 64
@@ -70,7 +72,7 @@ class _CpuWatch:
             kernels.Verify(0, *stamps, 0, 0, 0, 0, 0, 0, 0, *_addresses(of), 0, kernels.VERIFY_STEP, 0, 0, 0, halves)
             for of in (ring, stored)
         )
-        self._read_back.lane = StampLane.TAIL_K
+        self._read_back.lane = _TAIL
         self._bind = canary_bind.Bind(0, *stamps, 0, 0, 0, 0, 0, *_addresses(ring), 0, halves)
         self._look = canary_lookup.Look(0, plan[0], written_RC.data_ptr(), plan[1], 0, 0, 0)
         self._find = canary_lookup.Find(0, *plan, stamps[1], 0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -87,8 +89,9 @@ class _CpuWatch:
         """The first call of the next verification: `expand` and `look_again` leave theirs to it."""
         self._stands = (0, 0)
         """Sequences and tokens that the arguments of writing and reading back are for."""
+        self._due, self._due_at = kernels.DueWords(), 0
         self._given: tuple[NDArray[np.int64], ...] = ()
-        """The plan of this pass, as long as its addresses are in use."""
+        """The plan of this pass, as long as its addresses are in use (`_due_at`, of its columns)."""
         self._bound, self._words, self._stored, self._unknown = _Words(), _Words(), _Words(), _Words(UNKNOWN)
         self._written: tuple[WrittenRows, ...] = ()
         """By layer; the sums are zeros at the beginning of a pass."""
@@ -97,7 +100,10 @@ class _CpuWatch:
         self._stored_at = 0
         self._told: tuple[tuple[WrittenRows, ...], tuple[LayerDigest, ...], Sequence[LayerDigests]] = (), (), ()
         """What `layer_digests` returned, and what it is made of."""
+        self._standing: tuple[Tensor, ...] = ()
+        """The tokens of this pass as they were named, often the tensors of the pass before..."""
         self._batch: list[Tensor] = []
+        """...and what lies at the addresses of them."""
         self._reads = None if self._pools is None else _Reads(self._pools, len(table_RC), page_size)
         self.entry_count, self.is_staged = 0, False
         self._rest: tuple[_Span, ...] = ()
@@ -111,6 +117,11 @@ class _CpuWatch:
         self._has_digests = False
         """Whether sums lie behind the entries."""
 
+    def due(self, reads_6B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.int64], int, int, NDArray[np.int64]]:
+        due = self._due
+        due.work_out(reads_6B, page_size)
+        return due.columns_7B, due.entry_count, due.slot_count, due.bound_5B
+
     def has_room(self, room: int, entry_count: int) -> bool:
         return True
 
@@ -122,14 +133,15 @@ class _CpuWatch:
         due_7C, count = _joined(list(due))
         self._given, self.entry_count = (due_7C, bound_5B), count
         self.drop_digests()
-        look, bind, plan, bound = self._look, self._bind, self._plan, bound_5B.shape[1]
-        look.bound = address_of(bound_5B)
+        look, bind, plan, own, bound = self._look, self._bind, self._plan, self._due, bound_5B.shape[1]
+        look.bound = own.bound_at if bound_5B is own.bound_5B else address_of(bound_5B)
         if bound != look.count or not look.out:
             look.count, bind.count, look.out = bound, bound, self._bound.room(4 * bound)
             bind.slots, bind.positions, bind.chains, bind.names = (look.out + i * _WORD * bound for i in range(4))
         # Slots, positions, previous slots, names, then two sums each.
         base, verify = self._words.room(6 * count), self._verify
-        plan.due, plan.sequence_count = address_of(due_7C), due_7C.shape[1]
+        self._due_at = own.columns_at if due_7C is own.columns_7B else address_of(due_7C)
+        plan.due, plan.sequence_count = self._due_at, due_7C.shape[1]
         if base != plan.out or count != verify.count:
             plan.out, plan.entry_count, verify.count = base, count, count
             verify.slots, verify.positions, verify.previous, verify.names = (base + i * _WORD * count for i in range(4))
@@ -162,7 +174,7 @@ class _CpuWatch:
         if reads is None or not self.entry_count:
             return ()
         if reads.batch is not batch:
-            rest = reads.take(batch, self._given[0], self.entry_count)
+            rest = reads.take(batch, self._given[0], self._due_at, self.entry_count)
             self._rest = self._all if rest is None else rest
         return reads.digests
 
@@ -183,10 +195,10 @@ class _CpuWatch:
 
     def _to_verify(self, lane: int) -> int:
         """Say what the calls that verify a lane are to do; the first of them."""
-        arguments, pools = self._verify, self._pools
+        arguments, pools, lane = self._verify, self._pools, int(lane)
         arguments.lane = self._bind.lane = lane
         arguments.digests = arguments.cuts = 0
-        if self.entry_count and lane >= StampLane.TAIL_K and pools is not None and self._reads is not None:
+        if self.entry_count and lane >= _TAIL and pools is not None and self._reads is not None:
             self._leave(pools.layer_count, self._all)
             self._digest_left(pools)
             if self._has_digests:
@@ -200,18 +212,24 @@ class _CpuWatch:
         self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor, q_starts_B1: Tensor, rows_B: Tensor,
         first_name: int,
     ) -> None:  # fmt: skip
-        inputs = [t.contiguous() for t in (slots_T, positions_T, tokens_T, q_starts_B1, rows_B)]
-        write, find, pools = self._write, self._find, self._pools
-        slots, positions, tokens, starts, rows = (tensor.data_ptr() for tensor in inputs)
-        write.slots, write.positions, write.tokens, write.starts, write.rows = slots, positions, tokens, starts, rows
-        self._batch = inputs  # as long as their addresses are in use
-        if self._stands != (len(rows_B), len(slots_T)):
-            self._stands = len(rows_B), len(slots_T)
-            self._make_room(pools)
+        given, pools = (slots_T, positions_T, tokens_T, q_starts_B1, rows_B), self._pools
+        if not _are_same(given, self._standing):
+            self._batch = [tensor.contiguous() for tensor in given]
+            self._standing = given if _are_same(given, self._batch) else ()  # else copies are to be made each time
+            self._point(*(tensor.data_ptr() for tensor in self._batch))
+            if self._stands != (len(rows_B), len(slots_T)):
+                self._stands = len(rows_B), len(slots_T)
+                self._make_room(pools)
         if pools is not None:
-            find.slots, find.positions, find.starts, find.rows = slots, positions, starts, rows
-            find.first_name, self._read_back.tokens = first_name, tokens
+            self._find.first_name = first_name
             self._stored_sums.fill(0)
+
+    def _point(self, slots: int, positions: int, tokens: int, starts: int, rows: int) -> None:
+        """Say where the tokens of a pass lie."""
+        write, find = self._write, self._find
+        write.slots, write.positions, write.tokens, write.starts, write.rows = slots, positions, tokens, starts, rows
+        find.slots, find.positions, find.starts, find.rows = slots, positions, starts, rows
+        self._read_back.tokens = tokens
 
     def _make_room(self, pools: _Pools | None) -> None:
         """For so many tokens as there are now, of so many sequences."""
@@ -241,8 +259,8 @@ class _CpuWatch:
 
     def _to_write(self, lane: int) -> int:
         """The same of those that stamp one; the end of them."""
-        is_tail = lane >= StampLane.TAIL_K and self._pools is not None
-        self._write.lane, self._write.digests = lane, self._stored_at if is_tail else 0
+        is_tail = lane >= _TAIL and self._pools is not None
+        self._write.lane, self._write.digests = int(lane), self._stored_at if is_tail else 0
         return _READ_BACK + 1 if is_tail else _FIND
 
     # ---- what is digested by a pass of its own --------------------------------------------------------------------
@@ -276,6 +294,11 @@ class _CpuWatch:
     @property
     def _digests_at(self) -> int:
         return self._words.address + 4 * _WORD * self.entry_count
+
+
+def _are_same(given: Sequence[Tensor], kept: Sequence[Tensor]) -> bool:
+    """Whether these are the very tensors that were given before: where they lie is known."""
+    return len(kept) == len(given) and all(map(is_, given, kept))
 
 
 def _joined(due: list[tuple[NDArray[np.int64], int]]) -> tuple[NDArray[np.int64], int]:
@@ -329,6 +352,8 @@ class _Reads:
         """Their address, P and E."""
         self.has_sums = False
         """Whether attention adds to these sums in this pass."""
+        self._given: tuple[Tensor, ...] = ()
+        """Rows, starts and contexts of the queries, where the addresses of these very tensors are noted."""
         self.batch: AttentionBatch | None = None
         """That of which `digests` are."""
         self.digests: tuple[LayerDigest, ...] = ()
@@ -338,16 +363,25 @@ class _Reads:
         """A pass begins: nothing of it is digested yet."""
         self.batch, self.digests, self.has_sums = None, (), False
 
-    def take(self, batch: AttentionBatch, due_7C: NDArray[np.int64], entry_count: int) -> tuple[_Span, ...] | None:
-        """Attention is about to read for these queries. Returns the entries that it does not; None = all."""
-        match, sequences, columns = self._match, batch.sequence_count, due_7C.shape[1]
-        inputs = [t.contiguous() for t in (batch.rows_B, batch.q_starts_B1, batch.context_B)]
-        match.due, match.count, match.sequences = address_of(due_7C), columns, sequences
-        match.rows, match.starts, match.contexts = (tensor.data_ptr() for tensor in inputs)
-        at = self._due.address
-        match.out, match.left = self._due.room(14 * sequences), self._left.room(columns)
-        if self._due.address != at:
-            self._made.clear()
+    def take(
+        self, batch: AttentionBatch, due_7C: NDArray[np.int64], due_at: int, entry_count: int
+    ) -> tuple[_Span, ...] | None:
+        """Attention is about to read for these queries. Returns the entries that it does not; None = all. `due_at`:
+        where the columns lie."""
+        match, columns = self._match, due_7C.shape[1]
+        given = batch.rows_B, batch.q_starts_B1, batch.context_B
+        if not _are_same(given, self._given):
+            inputs = [tensor.contiguous() for tensor in given]
+            self._given = given if _are_same(given, inputs) else ()
+            match.rows, match.starts, match.contexts = (tensor.data_ptr() for tensor in inputs)
+            sequences, at = batch.sequence_count, self._due.address
+            match.sequences, match.out = sequences, self._due.room(14 * sequences)
+            if self._due.address != at:
+                self._made.clear()
+        match.due = due_at
+        if match.count != columns:
+            match.count, match.left = columns, self._left.room(columns)
+        sequences = match.sequences
         canary_lookup.run_match(match)
         self.batch, self.digests = batch, ()
         if match.left_count == columns:
@@ -364,7 +398,7 @@ class _Reads:
     def _begin(self, batch: AttentionBatch, entry_count: int) -> None:
         """Zeros to add to. Threads that share a sequence have slices of their own."""
         match, threads = self._match, thread_count()
-        is_shared = match.queries > batch.sequence_count
+        is_shared = match.queries > match.sequences
         if not is_shared and 4 * threads * match.longest > match.sum:  # else the work is even enough for whole rows
             is_shared = cuts_of(batch.context_B.tolist(), self._pools.kv_heads) > 1
         cuts, (_, made, room) = threads if is_shared else 1, self.sums_at

@@ -83,6 +83,9 @@ class OpsWatch:
 
     is_staged = False
 
+    def due(self, reads_6B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.int64], int, int, NDArray[np.int64]]:
+        return self._ops.canary_due(reads_6B, page_size)
+
     def has_room(self, room: int, entry_count: int) -> bool:
         return True
 
