@@ -12,16 +12,9 @@ if TYPE_CHECKING:
     from serinus.models.hooks import ForwardHook, NullHook, Put, compose_hooks
     from serinus.models.hub import resolve
     from serinus.models.loader import Model, choose_dtype, choose_kv_dtype, load_model
+    from serinus.models.rope_fields import RopeSpec
     from serinus.models.small_checkpoints import make_checkpoint, make_toy
-    from serinus.models.spec import (
-        KNOWN_ARCHITECTURES,
-        TOY_ARCHITECTURE,
-        ModelSpec,
-        RopeSpec,
-        load_spec,
-        overrides_of,
-        spec_of,
-    )
+    from serinus.models.spec import KNOWN_ARCHITECTURES, TOY_ARCHITECTURE, ModelSpec, load_spec, overrides_of, spec_of
     from serinus.models.weight_digests import TensorDigests
     from serinus.models.weight_files import file_bytes
 
@@ -57,7 +50,8 @@ __getattr__ = lazy_names(
     hub="resolve",
     loader="Model choose_dtype choose_kv_dtype load_model",
     small_checkpoints="make_checkpoint make_toy",
-    spec="KNOWN_ARCHITECTURES TOY_ARCHITECTURE ModelSpec RopeSpec load_spec overrides_of spec_of",
+    rope_fields="RopeSpec",
+    spec="KNOWN_ARCHITECTURES TOY_ARCHITECTURE ModelSpec load_spec overrides_of spec_of",
     weight_digests="TensorDigests",
     weight_files="file_bytes",
 )

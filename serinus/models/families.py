@@ -7,15 +7,15 @@ Both spellings are read: `rope_parameters`, `layer_types` (transformers 5) and `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.models.config_fields import ConfigFields
 from serinus.models.experts import ExpertFamily, ExpertSpec, expert_fields
 from serinus.models.latent import latent_fields, rescaled
+from serinus.models.rope_fields import RopeSpec, ropes_of
 
 
 class Sliding(Enum):
@@ -27,30 +27,6 @@ class Sliding(Enum):
     """Those from `max_window_layers` on, and only with `use_sliding_window`."""
     PATTERN = "pattern"
     """All but each `sliding_window_pattern`-th."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeSpec:
-    """How positions turn queries and keys."""
-
-    theta: float = 10000.0
-    """Base of the wavelengths."""
-    kind: str = "default"
-    """default, linear or llama3, made here; yarn, longrope or dynamic, made by transformers of `given`."""
-    factor: float = 1.0
-    """Stretch of long wavelengths (linear: of all)."""
-    low_freq_factor: float = 1.0
-    """llama3: wavelengths above original_context / this are stretched wholly."""
-    high_freq_factor: float = 4.0
-    """llama3: wavelengths below original_context / this stay."""
-    original_context: int = 8192
-    """llama3: context the model was first trained on."""
-    given: tuple[tuple[str, Any], ...] = ()
-    """What the config says of kinds that transformers makes: names and values, sorted; lists as tuples."""
-    rotated: float = 1.0
-    """The share of each head's elements that turn, the first ones; the others stay as they are."""
-    interleaved: bool = False
-    """Which elements turn together: neighbours; else the first half with the second."""
 
 
 NormNames = tuple[str | None, str | None, str | None, str | None]
@@ -262,7 +238,9 @@ def family_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
     layer_count = config.whole("num_hidden_layers")
     context = config.whole("max_position_embeddings")
     layer_parts, window = _windows(config, family, layer_count, context)
-    rope, rope_swa = _ropes(config, family)
+    rope, rope_swa = ropes_of(
+        config, family.theta, family.local_rope, rotated=family.rotated, interleaved=family.interleaved
+    )
     experts = _experts(config, family, layer_count)
     shared_mlp = family.hybrid and experts is None
     return {
@@ -446,73 +424,3 @@ def _layer_parts(config: ConfigFields, family: Family, layer_count: int) -> tupl
         every = config.whole("sliding_window_pattern", family.pattern)
         return tuple(Part.SWA if (i + 1) % every else Part.FULL for i in range(layer_count))
     return (Part.SWA,) * layer_count
-
-
-def _ropes(config: ConfigFields, family: Family) -> tuple[RopeSpec, RopeSpec | None]:
-    """The rotation of FULL layers, and that of sliding layers where they have their own."""
-    new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    for name, value in (("rope_parameters", new), ("rope_scaling", old)):
-        if value is not None and not isinstance(value, dict):
-            raise config.fail(name, "an object")
-    theta = config.real("rope_theta", family.theta)
-    if family.local_rope is None:
-        return _rope(config, family, {**(old or {}), **(new or {})}, theta), None
-    by_kind = {name: (new or {}).get(name) or {} for name in _LAYER_TYPES}
-    if (new and not set(new) <= set(_LAYER_TYPES)) or not all(isinstance(v, dict) for v in by_kind.values()):
-        raise config.fail("rope_parameters", f"objects named {', '.join(_LAYER_TYPES)}")
-    local = config.real("rope_local_base_freq", family.local_rope)
-    return (
-        _rope(config, family, {**(old or {}), **by_kind["full_attention"]}, theta),
-        _rope(config, family, by_kind["sliding_attention"], local),
-    )
-
-
-_FROM_TRANSFORMERS = {
-    "dynamic": ("factor",),
-    "longrope": ("attention_factor", "factor", "long_factor", "short_factor"),
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim", "truncate"),
-}
-"""Kinds that transformers makes, and the fields that it reads."""
-
-
-def _rope(config: ConfigFields, family: Family, given: Mapping[str, Any], default_theta: float) -> RopeSpec:
-    values = ConfigFields(given, {}, config.source)
-    kind = values.get("rope_type", values.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # its first name, in the first Phi-3 configs
-    rotated = values.real("partial_rotary_factor", config.real("partial_rotary_factor", family.rotated))
-    if rotated > 1.0:
-        raise config.fail("partial_rotary_factor", "at most 1")
-    rope = RopeSpec(
-        theta=values.real("rope_theta", default_theta), kind=kind, rotated=rotated,
-        interleaved=config.flag("rope_interleave", family.interleaved),
-    )  # fmt: skip
-    if kind == "default":
-        return rope
-    if kind == "linear":
-        return replace(rope, factor=values.real("factor", 0.0))
-    if kind == "llama3":
-        return replace(
-            rope,
-            factor=values.real("factor", 0.0),
-            low_freq_factor=values.real("low_freq_factor", 0.0),
-            high_freq_factor=values.real("high_freq_factor", 0.0),
-            original_context=values.whole("original_max_position_embeddings", 0),
-        )
-    if kind in _FROM_TRANSFORMERS:
-        context = config.whole("max_position_embeddings")
-        named = values.get("original_max_position_embeddings", config.get("original_max_position_embeddings", context))
-        found = [(name, _plain(values.get(name))) for name in _FROM_TRANSFORMERS[kind] if values.get(name) is not None]
-        missing = {"factor"} if kind == "dynamic" else {"long_factor", "short_factor"} if kind == "longrope" else set()
-        if missing - {name for name, _ in found}:
-            raise config.fail("rope_parameters", f"with {' and '.join(sorted(missing))}")
-        if kind == "yarn" and values.get("factor") is None:
-            found.append(("factor", None))
-        return replace(rope, original_context=named, given=tuple(sorted(found)))
-    raise ConfigError(
-        f"models: {config.source}: rope type {kind!r} is not known, expected default, linear, llama3 or one of"
-        f" {', '.join(_FROM_TRANSFORMERS)}"
-    )
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

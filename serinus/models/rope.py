@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from serinus.models.spec import RopeSpec
+from serinus.models.rope_fields import RopeSpec
 
 
 def frequencies(rope: RopeSpec, size: int, context: int) -> tuple[torch.Tensor, float]:

@@ -19,13 +19,14 @@ from serinus.core.parts import Part
 from serinus.core.settings import ModelSettings
 from serinus.models.config_fields import ConfigFields, read_json
 from serinus.models.experts import ExpertSpec
-from serinus.models.families import FAMILIES, LLAMA_NORMS, NormNames, RopeSpec, family_fields, toy_fields
+from serinus.models.families import FAMILIES, LLAMA_NORMS, NormNames, family_fields, toy_fields
 from serinus.models.hub import resolve
 from serinus.models.latent import LatentSpec
 from serinus.models.quantization import QuantSpec, quant_spec
+from serinus.models.rope_fields import RopeSpec
 from serinus.parallel import Mesh, Shard, shards_of
 
-__all__ = ["KNOWN_ARCHITECTURES", "TOY_ARCHITECTURE", "ModelSpec", "RopeSpec", "load_spec", "overrides_of", "spec_of"]
+__all__ = ["KNOWN_ARCHITECTURES", "TOY_ARCHITECTURE", "ModelSpec", "load_spec", "overrides_of", "spec_of"]
 
 TOY_ARCHITECTURE = "SerinusToyForCausalLM"
 

@@ -18,8 +18,8 @@ from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.models import KNOWN_ARCHITECTURES, choose_dtype, load_spec
 from serinus.models.rope import frequencies
+from serinus.models.rope_fields import RopeSpec
 from serinus.models.small_checkpoints import make_checkpoint, make_toy
-from serinus.models.spec import RopeSpec
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
