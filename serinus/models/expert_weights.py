@@ -19,7 +19,7 @@ from torch import Tensor
 from serinus.core.errors import ConfigError
 from serinus.kernels import Kernels, PackedExperts, QuantizedWeight
 from serinus.models.experts import ExpertSpec
-from serinus.models.interleaved import MXFP4, take_biases, take_interleaved
+from serinus.models.interleaved import MXFP4, Tensors, take_biases, take_interleaved
 from serinus.models.quantization import AT_LOAD
 from serinus.models.quantized import joined
 from serinus.models.spec import ModelSpec
@@ -32,26 +32,11 @@ _Pair = tuple[_Weight, _Weight]
 """Of an expert gate and up as one, [2F, E], and down, [E, F]."""
 
 
-class ExpertTensors(Protocol):
-    """Where tensors come from (`weights.WeightSource`)."""
-
-    dtype: torch.dtype
-    """Of floats, where no other is asked for."""
-
-    def take(
-        self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:  # fmt: skip
-        """The tensor `name`, or a span of one dimension."""
+class ExpertTensors(Tensors, Protocol):
+    """Where tensors come from, linears among them."""
 
     def linear(self, name: str, shape: tuple[int, int], span: range | None = None, dim: int = 0) -> _Weight:
         """The weight of the linear `name`, or a span of one dimension, as it is multiplied with."""
-
-    def quantized(self, name: str, weight_OI: Tensor) -> _Weight:
-        """What `linear` would give of a linear with this weight."""
-
-    def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name."""
 
 
 def take_experts(
