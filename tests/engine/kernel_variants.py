@@ -36,7 +36,6 @@ from serinus.models.small_checkpoints import make_checkpoint
 from serinus.pool import PoolSpec
 from serinus.ranks.build import graph_sizes
 from serinus.runner import Runner
-from serinus.runner.inbox import Inbox
 from tests.kernels.triton_cases import pretend_gpu
 
 CHUNK = 2048
@@ -89,8 +88,6 @@ def pretend(keys: Keys) -> None:
     kernels = load("cpu", "triton", own=("choose_tokens",))
     one = replace(kernels, choose_tokens=lambda *given: kernels.choose_tokens(*given).fill_(TOKEN))
     serinus.ranks.build.load = serinus.canary.make.load = lambda device, column="": one
-    begin = Inbox.begin
-    Inbox.begin = lambda self, *, stays=False: begin(self, stays=True)  # type: ignore[method-assign]
     PoolSpec.is_page_first = property(lambda self: True)  # type: ignore[assignment, method-assign]
     RingNews.is_whole = property(lambda self: True)  # type: ignore[assignment, method-assign]
 
