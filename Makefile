@@ -27,7 +27,7 @@ test: $(STAMP)
 
 proof: $(STAMP) browser
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -e '.[dev,proof]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'proof and not gpu' $$($(CHROMIUM) || echo --ignore=tests/browser) $(TEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --timeout 900 -m 'proof and not gpu' $$($(CHROMIUM) || echo --ignore=tests/browser) $(TEST_FLAGS)
 
 extras: $(STAMP)
 	@$(BIN)/python -c "import ctypes; ctypes.CDLL('libibverbs.so.1')" 2>/dev/null || { echo "make extras: this machine has no libibverbs.so.1, which the backend mooncake needs: apt-get install libibverbs1"; exit 1; }
