@@ -3,7 +3,8 @@
 A bit of KV or of a stamp flips; KV that a page held some time ago lands in it again; a whole page, stamps and all, is
 that of another place or of another time; an entry of a row names another slot; a bit flips in a slot after its KV was
 stored and before the step is stamped; a page of the host tier changes; a copy between device and host does nothing, or
-takes another page.
+takes another page. Where not every slot is verified in every step, no damage puts back what an earlier one changed:
+bytes that change and change back between two turns of their page are what a canary cannot see (docs/CANARY.md).
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ class Damage:
 
     def __init__(
         self, options: Options, pools: Mapping[Part, DevicePool], host: Mapping[Part, HostPool],
-        chance: Callable[[float], bool], rng: Rng, struck: Callable[[str], None],
+        chance: Callable[[float], bool], rng: Rng, struck: Callable[[str], None], *, undoes: bool,
     ) -> None:  # fmt: skip
-        """`chance`: whether something of this probability happens now; `struck` is told the kind of what did."""
-        self._options, self._chance, self._rng, self._struck = options, chance, rng, struck
+        """`chance`: whether something of this probability happens now; `struck` is told the kind of what did; `undoes`:
+        damage may put back what an earlier one changed."""
+        self._options, self._chance, self._rng, self._struck, self._undoes = options, chance, rng, struck, undoes
         self._pools = [pool for pool in pools.values() if pool.page_bytes]
         self._parts = [part for part, pool in pools.items() if pool.page_bytes]
         self._host = {part: pool for part, pool in host.items() if pool.page_bytes}
         self._old: list[tuple[DevicePool, NDArray[np.int64], NDArray[np.uint8]]] = []
+        self._hurt: dict[tuple[int, int], tuple[NDArray[np.uint64], NDArray[np.uint64]]] = {}
+        """Of a page: its words before the first damage, and behind the last one."""
 
     def begin(self, batch: ForwardBatch, tables: Mapping[Part, torch.Tensor]) -> None:
         """The rows of a step are written; nothing of it is verified, loaded or computed yet."""
@@ -63,8 +67,10 @@ class Damage:
         pool, slots = self._pools[at], batch.slots_of(self._parts[at]).tolist()
         slot = self._rng.choice([slot for slot in slots if slot] or [pool.spec.page_size])
         half = self._rng.choice(self._rng.choice(pool.layers))
-        words = half[slot].view(torch.uint8).view(-1).numpy()
+        page = np.array([slot // pool.spec.page_size])
+        before, words = pool.read_pages(page), half[slot].view(torch.uint8).view(-1).numpy()
         words[self._rng.randrange(len(words))] ^= 1 << self._rng.randrange(8)
+        self._remember(pool, page, before, pool.read_pages(page))
         self._struck("midway")
 
     def _page(self, pool: DevicePool) -> NDArray[np.int64]:
@@ -85,23 +91,18 @@ class Damage:
         pool, page, data = self._old.pop(self._rng.randrange(len(self._old)))
         now = pool.read_pages(page)
         now[:, : pool.spec.kv_bytes] = data[:, : pool.spec.kv_bytes]
-        pool.write_pages(page, now)
-        return True
+        return self._write(pool, (page, now))
 
     def _replace_page(self) -> bool:
         """A page of another place, or of another time; the two places exchange what they hold every other time."""
         rng = self._rng
         if self._old and rng.random() < 0.5:
             pool, _, data = self._old.pop(rng.randrange(len(self._old)))
-            pool.write_pages(self._page(pool), data)
-            return True
+            return self._write(pool, (self._page(pool), data))
         pool = rng.choice(self._pools)
         one = self._page(pool)
         other = self._alike(pool, one) if rng.random() < 0.5 else self._page(pool)
-        first, second = pool.read_pages(one), pool.read_pages(other)
-        pool.write_pages(one, second)
-        pool.write_pages(other, first)
-        return True
+        return self._write(pool, (one, pool.read_pages(other)), (other, pool.read_pages(one)))
 
     def _flip_kv(self) -> bool:
         pool = self._rng.choice(self._pools)
@@ -115,8 +116,33 @@ class Damage:
         page = self._page(pool) if page is None else page
         data = pool.read_pages(page)
         data[0, self._rng.randrange(low, high)] ^= 1 << self._rng.randrange(8)
-        pool.write_pages(page, data)
+        return self._write(pool, (page, data))
+
+    def _write(self, pool: DevicePool, *writes: tuple[NDArray[np.int64], NDArray[np.uint8]]) -> bool:
+        """Damage pages (of one row each), unless that would undo damage and this may not be: whether it was done."""
+        before = [pool.read_pages(page) for page, _ in writes]
+        undone = [
+            (np.equal(data.view(np.uint64), sound) & np.not_equal(now.view(np.uint64), sound)).any()
+            for (page, data), now in zip(writes, before, strict=True)
+            for sound in [self._sound(pool, page, now)]
+        ]
+        if any(undone) and not self._undoes:
+            return False
+        for (page, data), now in zip(writes, before, strict=True):
+            self._remember(pool, page, now, data)
+            pool.write_pages(page, data)
         return True
+
+    def _sound(self, pool: DevicePool, page: NDArray[np.int64], now: NDArray[np.uint8]) -> NDArray[np.uint64]:
+        """The words of a page without the damage that it still has: what was written since is sound."""
+        words = now.view(np.uint64)
+        sound, left = self._hurt.get((id(pool), int(page[0])), (words, words))
+        return np.where(words == left, sound, words)
+
+    def _remember(
+        self, pool: DevicePool, page: NDArray[np.int64], before: NDArray[np.uint8], after: NDArray[np.uint8]
+    ) -> None:
+        self._hurt[id(pool), int(page[0])] = self._sound(pool, page, before), after.view(np.uint64).copy()
 
     def _flip_host(self) -> bool:
         """Every other time the page of the device that it is a copy of changes too, if that is still there."""

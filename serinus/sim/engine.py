@@ -264,7 +264,8 @@ class SimEngine:
 
     def damage(self, pools: Mapping[Part, SimPool], host: Mapping[Part, HostPool]) -> Damage:
         """What happens to the memory of a rank."""
-        return Damage(self.options, pools, host, self._chance, self.rng, self._struck)
+        full = self.world.coverage == "full"
+        return Damage(self.options, pools, host, self._chance, self.rng, self._struck, undoes=full)
 
     def _struck(self, kind: str) -> None:
         self.network.damaged[kind] += 1

@@ -25,8 +25,10 @@ from serinus.pool.storage import PageFiles
 from serinus.runner import Runner
 from serinus.sched import SchedSettings, Scheduler
 from serinus.sim.comm import RankTensors, SimComm
+from serinus.sim.damage import Damage
 from serinus.sim.disk import Folders, SimDisk
 from serinus.sim.model import HEAD_SIZE, SimModel, sim_spec
+from serinus.sim.options import Options
 from serinus.sim.toy import Lanes, expected_answer
 from serinus.sim.workers import SimWorkers
 
@@ -117,6 +119,31 @@ def test_one_wrong_word_on_one_rank_gives_wrong_tokens() -> None:
 
     got, expected = ranks.answers(damage)
     assert got != expected
+
+
+@pytest.mark.parametrize("undoes", [False, True])
+def test_damage_puts_back_what_an_earlier_one_changed_only_where_each_step_would_see_it(undoes: bool) -> None:
+    """A pool that nobody writes, struck 2,000 times: late KV and pages of earlier moments lie at hand in both runs."""
+    kernels = load("cpu")
+    spec = PoolSpec(
+        layer_count=2, kv_head_count=1, head_size=HEAD_SIZE, page_size=2, page_count=5, dtype=torch.float32, halves=2,
+        stamped=True,
+    )  # fmt: skip
+    pool, pages, rng = DevicePool(spec, kernels), np.arange(1, 5), Rng(7)
+    pool.write_pages(pages, np.random.default_rng(3).integers(0, 256, (4, pool.page_bytes), np.uint8))
+    options = Options(stray=0.5, page=0.5, bit=0.5, stamp=0.5)
+    damage = Damage(
+        options, {Part.FULL: pool}, {}, lambda chance: rng.random() < chance, rng, lambda kind: None, undoes=undoes
+    )
+    sound = pool.read_pages(pages).view(np.uint64)
+    was_wrong, undone = np.zeros(sound.shape, bool), 0
+    for _ in range(2000):
+        damage.begin(object(), {})  # type: ignore[arg-type]
+        wrong = pool.read_pages(pages).view(np.uint64) != sound
+        undone += int((was_wrong & ~wrong).sum())
+        was_wrong = wrong
+    assert was_wrong.any()
+    assert bool(undone) is undoes
 
 
 def test_copies_of_a_mover_without_threads_are_done_when_the_timeline_says_so_or_when_they_are_waited_for() -> None:
