@@ -23,7 +23,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "RAY.md"
 def test_ray_data_answers_a_file_of_prompts(tmp_path: Path) -> None:
     toy = make_toy(tmp_path / "toy", context=256)
     code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[-1].replace('"MODEL"', f'"{toy}"')
-    begin = "import ray\nray.init(num_cpus=3, object_store_memory=100 << 20, include_dashboard=False)\n"
+    # "local": a cluster of another test that runs meanwhile is not joined.
+    begin = "import ray\nray.init('local', num_cpus=3, object_store_memory=100 << 20, include_dashboard=False)\n"
     prompts = [f"prompt number {number}" for number in range(20)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in prompts))
     (tmp_path / "batch.py").write_text(begin + code)
