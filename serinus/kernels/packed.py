@@ -20,6 +20,8 @@ class RowBlocks:
     oneDNN does, or those that share a scale."""
     bits: int = 16
     """Of a weight: 16 (bf16), 8 or 4."""
+    levels: int = 0
+    """What the digits of a quantized weight stand for (`cpu/quantized.py`)."""
     scales: Tensor | None = None
     """Of a quantized weight: fp32 [O/64, groups, 64]."""
     zeros: Tensor | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,11 +31,16 @@ class QuantizedWeight:
     """In fp32, of either sign."""
     zeros_OG: Tensor | None = None
     """int8, in [-8, 8] of 4 bits, any of 8; None = all are 0."""
+    e2m1: bool = False
+    """Values are twice those of the 4-bit float E2M1, of 8 bits and without zeros: a column may keep them in four."""
 
     def __post_init__(self) -> None:
         groups = -(-self.values_OI.shape[1] // self.group) if self.group > 0 else 0
         tables = [self.scales_OG, *([] if self.zeros_OG is None else [self.zeros_OG])]
         wanted = (len(self.values_OI), groups)
+        if self.e2m1 and (self.bits != 8 or self.zeros_OG is not None):
+            zeros = "none" if self.zeros_OG is None else "some"
+            raise ValueError(f"kernels: weight of E2M1 with {self.bits} bits, zeros: {zeros}, expected 8 and none")
         if self.bits not in (4, 8) or any(tuple(table.shape) != wanted for table in tables):
             raise ValueError(
                 f"kernels: quantized weight {list(self.values_OI.shape)} of {self.bits} bits in groups of {self.group}"
@@ -63,9 +68,8 @@ class QuantizedWeight:
     def rows(self, chosen: Tensor | range) -> QuantizedWeight:
         """These outputs, in their order."""
         index = torch.tensor(chosen) if isinstance(chosen, range) else chosen
-        return self._with(
-            self.values_OI[index], self.scales_OG[index], None if self.zeros_OG is None else self.zeros_OG[index]
-        )
+        zeros_OG = None if self.zeros_OG is None else self.zeros_OG[index]
+        return replace(self, values_OI=self.values_OI[index], scales_OG=self.scales_OG[index], zeros_OG=zeros_OG)
 
     def columns(self, span: range) -> QuantizedWeight:
         """These inputs. Groups get smaller where the span does not begin with one.
@@ -86,13 +90,11 @@ class QuantizedWeight:
                 table = repeated[:, span.start // group : -(-span.stop // group)].contiguous()
             tables.append(table)
         assert tables[0] is not None, "kernels: a quantized weight without scales"
-        return QuantizedWeight(
-            bits=self.bits, group=group, values_OI=values_OI, scales_OG=tables[0], zeros_OG=tables[1]
-        )
+        return replace(self, group=group, values_OI=values_OI, scales_OG=tables[0], zeros_OG=tables[1])
 
     def scaled(self, factor: float) -> QuantizedWeight:
         """The weight times a factor."""
-        return self._with(self.values_OI, self.scales_OG * factor, self.zeros_OG)
+        return replace(self, scales_OG=self.scales_OG * factor)
 
     def padded(self, count: int) -> QuantizedWeight:
         """With so many outputs more, of weights 0."""
@@ -101,7 +103,7 @@ class QuantizedWeight:
             return torch.cat([table, table.new_zeros((count, table.shape[1]))])
 
         zeros_OG = None if self.zeros_OG is None else more(self.zeros_OG)
-        return self._with(more(self.values_OI), more(self.scales_OG), zeros_OG)
+        return replace(self, values_OI=more(self.values_OI), scales_OG=more(self.scales_OG), zeros_OG=zeros_OG)
 
     @staticmethod
     def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -111,15 +113,12 @@ class QuantizedWeight:
             torch.zeros_like(part.scales_OG, dtype=torch.int8) if part.zeros_OG is None else part.zeros_OG
             for part in parts
         ]
-        return parts[0]._with(
-            torch.cat([part.values_OI for part in parts]),
-            torch.cat([part.scales_OG for part in parts]),
-            torch.cat(zeros) if has_zeros else None,
-        )
-
-    def _with(self, values_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor | None) -> QuantizedWeight:
-        return QuantizedWeight(
-            bits=self.bits, group=self.group, values_OI=values_OI, scales_OG=scales_OG, zeros_OG=zeros_OG
+        return replace(
+            parts[0],
+            values_OI=torch.cat([part.values_OI for part in parts]),
+            scales_OG=torch.cat([part.scales_OG for part in parts]),
+            zeros_OG=torch.cat(zeros) if has_zeros else None,
+            e2m1=all(part.e2m1 for part in parts),
         )
 
     def _over_inputs(self, table_OG: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ def _source(
     if isinstance(source, GgufSource):
         return QuantizingSource(source, quantized) if quantized.method in AT_LOAD else source
     if quantized.bits == 16 and quantized.expert_bits < 16 and multiplies_integers(kernels):
-        _log.info("experts in %s are multiplied with as integers of %d bits", quantized.method, quantized.expert_bits)
+        _log.info("experts in %s are multiplied with in %d bits", quantized.method, quantized.expert_bits)
     elif quantized.bits == 16:
         _log.info("weights in %s are dequantized to %s as they are loaded", quantized.method, dtype)
     return QuantizingSource(source, quantized) if quantized.method in AT_LOAD else QuantizedFiles(source, quantized)

@@ -1,7 +1,7 @@
 """MXFP4 weights: 4-bit floats in blocks of 32 that share a power of two (OCP Microscaling formats 1.0).
 
-Twice a value is an integer of at most 12, so they are weights of 8 bits, exactly; or they are dequantized. Two values
-lie in a byte, the first in its lower half. Every value is exact in bfloat16 and float32.
+Twice a value is an integer of at most 12, so they are quantized weights, which kernels may keep in four bits; or they
+are dequantized. Two values lie in a byte, the first in its lower half. Every value is exact in bfloat16 and float32.
 
 N = any leading dimensions, G = blocks of a row.
 """
@@ -45,12 +45,12 @@ def dequantized(blocks_NGY: Tensor, scales_NG: Tensor, dtype: torch.dtype) -> Te
 
 
 def as_integers(blocks_OGY: Tensor, scales_OG: Tensor) -> QuantizedWeight:
-    """The same of one matrix, as integers of 8 bits: twice the values, and half of the scales.
+    """The same of one matrix, as integers: twice the values, and half of the scales.
 
     Raises ConfigError: a scale is the format's NaN. Cost: as `dequantized`.
     """
     values_OI = _values(blocks_OGY, torch.float32).mul_(2.0).flatten(-2).to(torch.int8)
-    return QuantizedWeight(bits=8, group=BLOCK, values_OI=values_OI, scales_OG=_scales(scales_OG) * 0.5)
+    return QuantizedWeight(bits=8, group=BLOCK, values_OI=values_OI, scales_OG=_scales(scales_OG) * 0.5, e2m1=True)
 
 
 def _values(blocks_NGY: Tensor, dtype: torch.dtype) -> Tensor:

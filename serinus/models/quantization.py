@@ -86,7 +86,7 @@ def quant_spec(
         raise ConfigError(f"models: quantization is {asked!r}, expected auto: {config.source} is quantized already")
     method = stored.get("quant_method") if isinstance(stored, dict) else None
     if method in (known or ()):
-        return QuantSpec(method=str(method), bits=16, group=32, head_bits=16, expert_bits=8)  # all of these are MXFP4
+        return QuantSpec(method=str(method), bits=16, group=32, head_bits=16, expert_bits=4)  # all of these are MXFP4
     if known or not isinstance(method, str) or method not in _READERS:
         expected = f"none or quant_method {' or '.join(known or _READERS)} for {architecture}"
         raise config.fail("quantization_config", expected)

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from serinus.kernels import Gate, Kernels, QuantizedWeight
 from serinus.kernels.cpu import linear as cpu_linear
+from serinus.kernels.cpu import quantized
 from serinus.kernels.cpu.row_linear import fused_rows
 from serinus.kernels.cpu.scalar import host_has
 from tests.kernels.conftest import DTYPES, assert_close
 
 SHAPES = [(64, 64, 64), (128, 256, 128), (100, 70, 32), (7, 33, 64), (192, 384, 8), (320, 1088, 128), (64, 520, 520)]
 """Outputs, inputs, and the inputs of a group."""
-FORMS = [(8, False), (8, True), (4, False), (4, True)]
+E2M1 = 0
+"""In place of bits: values of the 4-bit float."""
+FORMS = [(8, False), (8, True), (4, False), (4, True), (E2M1, False)]
 ROWS = (*range(1, 9), 31, 33, 70)
 
 
 def made(out: int, width: int, group: int, bits: int, *, has_zeros: bool) -> QuantizedWeight:
     """Random integers, all of their range, scales of both signs."""
     rng = torch.Generator().manual_seed(out * 10007 + width + bits)
-    half, groups = 1 << bits - 1, -(-width // group)
+    e2m1 = bits == E2M1
+    half, groups = 12 if e2m1 else 1 << bits - 1, -(-width // group)
+    values = torch.randint(-7 if e2m1 else -half, 8 if e2m1 else half, (out, width), generator=rng)
+    if e2m1:
+        values = values.sign() * torch.tensor([0, 1, 2, 3, 4, 6, 8, 12])[values.abs()]
     return QuantizedWeight(
-        bits=bits,
+        bits=8 if e2m1 else bits,
         group=group,
-        values_OI=torch.randint(-half, half, (out, width), generator=rng).to(torch.int8),
+        e2m1=e2m1,
+        values_OI=values.to(torch.int8),
         scales_OG=torch.randn(out, groups, generator=rng) / half / math.sqrt(width),
         zeros_OG=torch.randint(-8, 9, (out, groups), generator=rng).to(torch.int8) if has_zeros else None,
     )
@@ -96,6 +105,22 @@ def test_without_bf16_products_rows_of_bf16_are_computed_in_fp32(
     assert torch.equal(cpu.linear(x[:3], fast), cpu.linear(x, fast)[:3])
 
 
+def test_a_processor_without_tables_makes_numbers_of_e2m1_by_shifts(
+    ref: Kernels, cpu: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = made(100, 136, 32, E2M1, has_zeros=False), rows_of(136, torch.float32)
+    with_tables = cpu.pack_linear(weight, None)
+    monkeypatch.setattr(quantized, "host_has", lambda feature: feature != "avx2" and host_has(feature))
+    by_shifts = cpu.pack_linear(weight, None)
+    assert with_tables.rows is not None
+    assert by_shifts.rows is not None
+    assert by_shifts.rows.bits == 4
+    assert by_shifts.rows.levels != with_tables.rows.levels or not host_has("avx2")
+    for count in (1, 3, 4, 5, 70):  # in registers, and a chunk at a time
+        assert torch.equal(cpu.linear(x[:count], by_shifts), cpu.linear(x[:count], with_tables))
+    assert_close(cpu.linear(x, by_shifts), ref.linear(x, ref.pack_linear(weight, None)))
+
+
 def test_only_whole_blocks_are_multiplied_within_other_kernels(cpu: Kernels) -> None:
     has = host_has("avx512bf16")
     for shape, is_whole in (((128, 64, 64), True), ((100, 64, 64), False), ((128, 70, 70), False)):
@@ -114,7 +139,7 @@ def test_parts_of_a_quantized_weight_stand_for_parts_of_what_it_stands_for(bits:
     assert torch.equal(weight.rows(range(8, 24)).dequantized(), whole[8:24])
     assert torch.equal(weight.scaled(0.5).dequantized(), whole * 0.5)
     assert torch.equal(weight.padded(3).dequantized(), torch.cat([whole, torch.zeros(3, 256)]))
-    other = made(8, 256, 64, bits, has_zeros=not has_zeros)
+    other = made(8, 256, 64, bits or 8, has_zeros=not has_zeros)
     assert torch.equal(QuantizedWeight.joined([weight, other]).dequantized(), torch.cat([whole, other.dequantized()]))
     one_scale = made(8, 96, 96, bits, has_zeros=has_zeros)
     assert torch.equal(one_scale.columns(range(5, 31)).dequantized(), one_scale.dequantized()[:, 5:31])
@@ -128,6 +153,10 @@ def test_weights_that_are_none_are_refused(cpu: Kernels) -> None:
         QuantizedWeight(bits=3, group=32, values_OI=weight.values_OI, scales_OG=weight.scales_OG)
     with pytest.raises(ValueError, match="multiple of 8"):
         weight.columns(range(4, 20))
+    with pytest.raises(ValueError, match="E2M1 with 4 bits, zeros: none, expected 8 and none"):
+        replace(weight, e2m1=True)
+    with pytest.raises(ValueError, match="quantized weight of E2M1, expected values of"):
+        cpu.pack_linear(replace(made(8, 64, 32, 8, has_zeros=False), e2m1=True), None)
     packed = cpu.pack_linear(weight, None)
     with pytest.raises(ValueError, match="linear got"):
         cpu.linear(torch.ones(2, 32), packed)

@@ -81,6 +81,7 @@ def test_mxfp4_values_by_hand() -> None:
         found = dequantized(blocks, torch.tensor([scale], dtype=torch.uint8), torch.float32)
         assert found.tolist() == [2.0 * factor, -0.5 * factor] * 16
         integers = as_integers(blocks[None], torch.tensor([[scale]], dtype=torch.uint8))
+        assert (integers.bits, integers.e2m1) == (8, True)
         assert integers.dequantized().tolist() == [[2.0 * factor, -0.5 * factor] * 16]
     with pytest.raises(ConfigError, match="scale is 255"):
         dequantized(blocks, torch.tensor([255], dtype=torch.uint8), torch.float32)
@@ -97,7 +98,7 @@ def test_a_checkpoint_in_mxfp4_is_the_model_that_transformers_makes_of_it(
             seen.append(torch.cat(model.seen))
     assert float((seen[0] - seen[1]).abs().max()) <= 1e-4
     said = [record.getMessage() for record in caplog.records if "mxfp4" in record.getMessage()]
-    assert said == ["experts in mxfp4 are multiplied with as integers of 8 bits"]
+    assert said == ["experts in mxfp4 are multiplied with in 4 bits"]
 
 
 def test_where_kernels_have_no_product_of_integers_mxfp4_is_dequantized(

@@ -52,33 +52,33 @@ def _multiply_chunk(
 @inlined(fastmath=FAST)
 def _multiply_unpacked(
     chunk_at: Any, x: Any, rows: Any, row_bytes: Any, count: Any, sums_at: Any, zeros_at: Any, fetch: Any, BITS: Any,
-    PAIRED: Any, SHIFTED: Any,
+    PAIRED: Any, LEVELS: Any,
 ) -> None:  # fmt: skip
     """The same of quantized weights, in registers."""
     literally(BITS)
     literally(PAIRED)
-    literally(SHIFTED)
+    literally(LEVELS)
     if rows == 4:
-        add_unpacked(x, row_bytes, chunk_at, sums_at, count, zeros_at, fetch, 4, BITS, PAIRED, SHIFTED)
+        add_unpacked(x, row_bytes, chunk_at, sums_at, count, zeros_at, fetch, 4, BITS, PAIRED, LEVELS)
     elif rows == 3:
-        add_unpacked(x, row_bytes, chunk_at, sums_at, count, zeros_at, fetch, 3, BITS, PAIRED, SHIFTED)
+        add_unpacked(x, row_bytes, chunk_at, sums_at, count, zeros_at, fetch, 3, BITS, PAIRED, LEVELS)
     elif rows == 2:
-        add_unpacked(x, row_bytes, chunk_at, sums_at, count, zeros_at, fetch, 2, BITS, PAIRED, SHIFTED)
+        add_unpacked(x, row_bytes, chunk_at, sums_at, count, zeros_at, fetch, 2, BITS, PAIRED, LEVELS)
     else:
-        add_unpacked(x, row_bytes, chunk_at, sums_at, count, zeros_at, fetch, 1, BITS, PAIRED, SHIFTED)
+        add_unpacked(x, row_bytes, chunk_at, sums_at, count, zeros_at, fetch, 1, BITS, PAIRED, LEVELS)
 
 
 @inlined(fastmath=FAST)
 def multiply_block(
     block_at: Any, next_at: Any, x: Any, rows: Any, words: Any, part: Any, total_at: Any, sums_at: Any,
-    nothing_at: Any, kept_at: Any, scales_at: Any, zeros_at: Any, BITS: Any, PAIRED: Any, SHIFTED: Any,
+    nothing_at: Any, kept_at: Any, scales_at: Any, zeros_at: Any, BITS: Any, PAIRED: Any, LEVELS: Any,
 ) -> None:  # fmt: skip
     """total = x weight, fp32 [rows, 64], for one block of outputs; the first chunk of the block at `next_at` is fetched
     meanwhile. sums_at: room for as much; nothing_at: zeros of GROUP rows; kept_at: room for a chunk of unpacked words.
     scales_at, zeros_at: those of the first part of this block, where it is quantized."""
     literally(BITS)
     literally(PAIRED)
-    literally(SHIFTED)
+    literally(LEVELS)
     each = word_bytes(BITS, PAIRED)
     for begin in range(0, words, part):
         end = min(begin + part, words)
@@ -95,11 +95,11 @@ def multiply_block(
             if BITS == 16:
                 _multiply_chunk(chunk_at, x + chunk * 4, rows, words * 4, count, nothing, into, fetch, each, PAIRED)
             elif rows > _UNPACKED_ROWS:
-                unpack(chunk_at, kept_at, count, zeros_at, fetch, BITS, PAIRED, SHIFTED)
+                unpack(chunk_at, kept_at, count, zeros_at, fetch, BITS, PAIRED, LEVELS)
                 _multiply_chunk(kept_at, x + chunk * 4, rows, words * 4, count, nothing, into, fetch, 0, PAIRED)
             else:
                 _multiply_unpacked(
-                    chunk_at, x + chunk * 4, rows, words * 4, count, into, zeros_at, fetch, BITS, PAIRED, SHIFTED
+                    chunk_at, x + chunk * 4, rows, words * 4, count, into, zeros_at, fetch, BITS, PAIRED, LEVELS
                 )
         if BITS < 16:
             scales = carray(at(scales_at), BLOCK, np.float32)

@@ -1,12 +1,14 @@
 """Quantized weights as `row_linear` reads them: how they lie in memory, and the loop that unpacks a chunk of them.
 
 Blocks of 64 outputs, as those of oneDNN. 8 bits: [O/64][I][64] bytes. 4 bits: [O/64][I/8][64] words of 8 inputs of one
-output, each plus 8; from the lowest digit on inputs 0, 2, 4, 6, 1, 3, 5, 7, so that with each shift by 4 the lower and
-the upper half of a word begin with the two inputs of a pair. O and I are filled up with zeros.
+output, each plus 8 (of E2M1: the float as it is); from the lowest digit on inputs 0, 2, 4, 6, 1, 3, 5, 7, so that with
+each shift by 4 the lower and the upper half of a word begin with the two inputs of a pair. O and I are filled up with
+zeros.
 
 They are unpacked into the words that the products are made with, pairs of bf16 or fp32: in registers for few rows, else
 a chunk at a time in the first cache. Both hold these integers exactly; scales are applied to sums. Four bits become
-bf16 by one look into a table of 32 (AVX512), which an index of 5 bits, digit less zero point, needs.
+bf16 by one look into a table of 32 (AVX512), which an index of 5 bits, digit less zero point, needs; those of E2M1 fp32
+by one of 16 bytes (AVX2), or by shifts.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from serinus.kernels.cpu.llvm import FLOATS, I32, I64, LANES, PAIRS, WORDS, call, load, prefetch, shifted, store
 from serinus.kernels.cpu.products import BLOCK, LOCALITY, add_word
-from serinus.kernels.cpu.scalar import cgutils, intrinsic, ir
+from serinus.kernels.cpu.scalar import cgutils, host_has, intrinsic, ir
 from serinus.kernels.huge_pages import collapse_to_huge_pages
 from serinus.kernels.packed import RowBlocks
 from serinus.kernels.quantized import QuantizedWeight
@@ -31,6 +33,10 @@ IN_STEP = 8
 """What the input width is filled up to a multiple of."""
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Inputs of a word of 4-bit digits."""
+_MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice what the lower three bits of E2M1 stand for; the fourth is the sign."""
+_PLAIN, _SHIFTED, _E2M1, _E2M1_BY_SHIFTS = range(4)
+"""What digits stand for (`RowBlocks.levels`): integers, those less a zero point, E2M1 by a table or by shifts."""
 
 
 def packed_blocks(weight: QuantizedWeight) -> tuple[Tensor, RowBlocks]:
@@ -38,24 +44,39 @@ def packed_blocks(weight: QuantizedWeight) -> tuple[Tensor, RowBlocks]:
     out_size, in_size = weight.values_OI.shape
     missing_out, missing_in = -out_size % BLOCK, -in_size % IN_STEP
     values_BOI = F.pad(weight.values_OI, (0, missing_in, 0, missing_out)).view(-1, BLOCK, in_size + missing_in)
-    if weight.bits == 8:
+    bits = 4 if weight.e2m1 else weight.bits
+    if bits == 8:
         blocks = values_BOI.transpose(1, 2).contiguous()
     else:
-        digits = values_BOI.int().add_(8).view(len(values_BOI), BLOCK, -1, IN_STEP)
+        digits = _codes(values_BOI) if weight.e2m1 else values_BOI.int().add_(8)
+        digits = digits.view(len(values_BOI), BLOCK, -1, IN_STEP)
         words = torch.zeros(digits.shape[:-1], dtype=torch.int32)
         for place, number in enumerate(_ORDER):
             words |= digits[..., number] << 4 * place
         blocks = words.transpose(1, 2).contiguous()
     collapse_to_huge_pages(blocks.data_ptr(), blocks.nbytes)
     zeros = None if weight.zeros_OG is None else _by_block(weight.zeros_OG, missing_out)
+    levels = _PLAIN if zeros is None else _SHIFTED
+    if weight.e2m1:
+        levels = _E2M1 if host_has("avx2") else _E2M1_BY_SHIFTS
     rows = RowBlocks(
         address=blocks.data_ptr(),
         part=weight.group if weight.scales_OG.shape[1] > 1 else in_size + missing_in,
-        bits=weight.bits,
+        bits=bits,
+        levels=levels,
         scales=_by_block(weight.scales_OG, missing_out),
         zeros=zeros,
     )
     return blocks, rows
+
+
+def _codes(values: Tensor) -> Tensor:
+    """Digits of E2M1, int32. Raises ValueError: a value is none of them."""
+    magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.int8)
+    found = torch.bucketize(values.abs(), magnitudes, out_int32=True).clamp_(max=len(_MAGNITUDES) - 1)
+    if not torch.equal(magnitudes[found], values.abs()):
+        raise ValueError(f"kernels: quantized weight of E2M1, expected values of {_MAGNITUDES} and less than 0")
+    return found.add_(8 * (values < 0).int())
 
 
 def _by_block(table_OG: Tensor, missing_out: int) -> Tensor:
@@ -66,14 +87,15 @@ def _by_block(table_OG: Tensor, missing_out: int) -> Tensor:
 
 @intrinsic
 def unpack(
-    typingctx: Any, source: Any, target: Any, count: Any, zeros: Any, fetch: Any, BITS: Any, PAIRED: Any, SHIFTED: Any
+    typingctx: Any, source: Any, target: Any, count: Any, zeros: Any, fetch: Any, BITS: Any, PAIRED: Any, LEVELS: Any
 ) -> Any:
     """Integers of one block become words: `count` words (of one input, or where PAIRED of two) for each of 64 outputs.
 
     source: where their bytes begin. target: [count, 64] fp32, or pairs of bf16. zeros: int8 [64], subtracted where
-    SHIFTED. As many bytes as are read are called for from `fetch` on. 4 bits: count is a multiple of 8 inputs' words.
+    LEVELS says so. As many bytes as are read are called for from `fetch` on. 4 bits: count is a multiple of 8 inputs'
+    words.
     """
-    form = _Form(BITS, PAIRED, SHIFTED)
+    form = _Form(BITS, PAIRED, LEVELS)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source_at, target_at, count, zeros_at, fetch_at = args[:5]
@@ -85,16 +107,16 @@ def unpack(
                     store(builder, builder.bitcast(word(number), WORDS), spot)
         return context.get_dummy_value()
 
-    return types.void(source, target, count, zeros, fetch, BITS, PAIRED, SHIFTED), codegen
+    return types.void(source, target, count, zeros, fetch, BITS, PAIRED, LEVELS), codegen
 
 
 @intrinsic
 def add_unpacked(
     typingctx: Any, x: Any, x_stride: Any, source: Any, sums: Any, count: Any, zeros: Any, fetch: Any, ROWS: Any,
-    BITS: Any, PAIRED: Any, SHIFTED: Any,
+    BITS: Any, PAIRED: Any, LEVELS: Any,
 ) -> Any:  # fmt: skip
     """`unpack` and `add_products` in registers, for ROWS rows; the bits of one after the other."""
-    form, count_rows, size = _Form(BITS, PAIRED, SHIFTED), ROWS.literal_value, BLOCK // LANES
+    form, count_rows, size = _Form(BITS, PAIRED, LEVELS), ROWS.literal_value, BLOCK // LANES
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x_at, x_step, source_at, sums_at, count, zeros_at, fetch_at = args[:7]
@@ -114,14 +136,14 @@ def add_unpacked(
             store(builder, builder.load(held[cell]), spot)
         return context.get_dummy_value()
 
-    return types.void(x, x_stride, source, sums, count, zeros, fetch, ROWS, BITS, PAIRED, SHIFTED), codegen
+    return types.void(x, x_stride, source, sums, count, zeros, fetch, ROWS, BITS, PAIRED, LEVELS), codegen
 
 
 class _Form:
     """What is known of the integers at compile time."""
 
-    def __init__(self, bits: Any, paired: Any, has_zeros: Any) -> None:
-        self.bits, self.paired, self.has_zeros = bits.literal_value, bool(paired.literal_value), has_zeros.literal_value
+    def __init__(self, bits: Any, paired: Any, levels: Any) -> None:
+        self.bits, self.paired, self.levels = bits.literal_value, bool(paired.literal_value), levels.literal_value
         self.words = 1 if self.bits == 8 else IN_STEP // 2 if self.paired else IN_STEP
         """That are made of what is read at once."""
         inputs = self.words * 2 if self.paired else self.words
@@ -140,10 +162,13 @@ def _steps(
     """The loop over what is read at once: its number, and of each 16 outputs what makes their words."""
     kind = ir.VectorType(ir.IntType(8), LANES)
     zero = [
-        builder.sext(load(builder, shifted(builder, zeros, j * LANES), kind, 1), WORDS) if form.has_zeros else None
+        builder.sext(load(builder, shifted(builder, zeros, j * LANES), kind, 1), WORDS)
+        if form.levels == _SHIFTED
+        else None
         for j in range(BLOCK // LANES)
     ]
-    make = _bytes if form.bits == 8 else _pairs if form.paired else _digits
+    floats = _floats if form.levels == _E2M1 else _floats_by_shifts if form.levels == _E2M1_BY_SHIFTS else _digits
+    make = _bytes if form.bits == 8 else _pairs if form.paired else floats
     with cgutils.for_range(builder, builder.udiv(count, I64(form.words)), intp=I64) as loop:
         done = builder.mul(I64(form.bytes), loop.index)
         for line in range(0, form.bytes, 64):
@@ -176,7 +201,9 @@ def _pairs(builder: Any, form: _Form, source: Any, j: int, zero: Any) -> _Word:
     packed = builder.bitcast(load(builder, shifted(builder, source, j * 64), WORDS), halves)
     numbers = [float(place if place < 16 else place - 32) for place in range(2 * LANES)]
     less = None
-    if zero is None:
+    if form.levels in (_E2M1, _E2M1_BY_SHIFTS):
+        numbers = [float(_MAGNITUDES[place & 7] * (-1 if place & 8 else 1)) for place in range(2 * LANES)]
+    elif zero is None:
         numbers = [float((place & 15) - 8) for place in range(2 * LANES)]
     else:
         above = builder.add(zero, _all(8))
@@ -200,5 +227,50 @@ def _digits(builder: Any, form: _Form, source: Any, j: int, zero: Any) -> _Word:
     def word(number: int) -> Any:
         digit = builder.and_(builder.lshr(packed, _all(4 * _ORDER.index(number))), _all(15))
         return builder.sitofp(builder.sub(digit, above), FLOATS)
+
+    return word
+
+
+def _floats(builder: Any, form: _Form, source: Any, j: int, zero: Any) -> _Word:
+    """Eight inputs of E2M1 as fp32: 32 digits at a time become bytes, by one look into a table of 16."""
+    packed = load(builder, shifted(builder, source, j * 64), WORDS)
+    half, bytes_ = LANES // 2, ir.VectorType(ir.IntType(8), 2 * LANES)
+    signed = [each * sign for sign in (1, -1) for each in _MAGNITUDES]
+    table = ir.Constant(bytes_, 2 * signed)
+
+    def looked_up(digits: Any) -> Any:
+        """Of the lower digit of each byte."""
+        digits = builder.and_(digits, _all(0x0F0F0F0F))
+        halves = []
+        for at in (0, half):
+            lanes = ir.Constant(ir.VectorType(I32, half), [*range(at, at + half)])
+            index = builder.bitcast(builder.shuffle_vector(digits, digits, lanes), bytes_)
+            found = call(builder, "llvm.x86.avx2.pshuf.b", bytes_, [table, index])
+            halves.append(builder.bitcast(found, ir.VectorType(I32, half)))
+        return builder.shuffle_vector(*halves, ir.Constant(WORDS, [*range(LANES)]))
+
+    values = looked_up(packed), looked_up(builder.lshr(packed, _all(4)))
+
+    def word(number: int) -> Any:
+        byte, is_upper = divmod(_ORDER.index(number), 2)
+        above = builder.shl(values[is_upper], _all(24 - 8 * byte))
+        return builder.sitofp(builder.ashr(above, _all(24)), FLOATS)
+
+    return word
+
+
+def _floats_by_shifts(builder: Any, form: _Form, source: Any, j: int, zero: Any) -> _Word:
+    """The same for any processor: below 4 a magnitude is its own number, from there on 4 or 6, doubled."""
+    packed = load(builder, shifted(builder, source, j * 64), WORDS)
+
+    def word(number: int) -> Any:
+        place = 4 * _ORDER.index(number)
+        low = builder.and_(builder.lshr(packed, _all(place)), _all(7))
+        above = builder.or_(_all(4), builder.shl(builder.and_(low, _all(1)), _all(1)))
+        doubled = builder.shl(above, builder.and_(builder.lshr(low, _all(1)), _all(1)))
+        small = builder.icmp_unsigned("<", low, _all(4))
+        magnitude = builder.bitcast(builder.sitofp(builder.select(small, low, doubled), FLOATS), WORDS)
+        sign = builder.and_(builder.shl(packed, _all(28 - place)), _all(-(1 << 31)))
+        return builder.bitcast(builder.xor(magnitude, sign), FLOATS)
 
     return word

@@ -80,7 +80,10 @@ def _stacked(parts: list[_Packed]) -> _Packed:
             for scale, (_, rows) in zip(scales, parts, strict=True)
         ])  # fmt: skip
     collapse_to_huge_pages(blocks.data_ptr(), blocks.nbytes)
-    rows = RowBlocks(address=blocks.data_ptr(), part=first.part, bits=first.bits, scales=torch.cat(scales), zeros=zeros)
+    rows = RowBlocks(
+        address=blocks.data_ptr(), part=first.part, bits=first.bits, levels=max(rows.levels for _, rows in parts),
+        scales=torch.cat(scales), zeros=zeros,
+    )  # fmt: skip
     return blocks, rows
 
 
@@ -136,14 +139,14 @@ def _add_experts(
             0 if bias is None else bias.data_ptr(), wide >> pairs, blocks.part >> pairs,
             -(-(width if part == _DOWN else inner) // BLOCK),
         )  # fmt: skip
-        _body(blocks.bits, pairs, blocks.zeros is not None, gate == "swiglu_oai", VERSION)(arguments, thread_count())
+        _body(blocks.bits, pairs, blocks.levels, gate == "swiglu_oai", VERSION)(arguments, thread_count())
 
 
 @cache
-def _body(bits: int, pairs: bool, has_zeros: bool, oai: bool, version: int) -> Body:
-    """For weights of so many bits; `pairs`: rows are bf16, else fp32; `has_zeros`: weights have zero points."""
+def _body(bits: int, pairs: bool, levels: int, oai: bool, version: int) -> Body:
+    """For weights of so many bits, which stand for `levels`; `pairs`: rows are bf16, else fp32."""
     item, item_bytes = (np.uint16, 2) if pairs else (np.float32, 4)
-    paired, shifted_by, down_part = int(pairs), int(has_zeros), _DOWN
+    paired, down_part = int(pairs), _DOWN
 
     @inlined(fastmath=FAST)
     def activate(gates_at: Any, ups_at: Any, bias_at: Any, inner: Any, out_at: Any, rows: Any, stride: Any, count: Any)\
@@ -227,7 +230,7 @@ def _body(bits: int, pairs: bool, has_zeros: bool, oai: bool, version: int) -> B
                         multiply_block(
                             a[13] + spot * block_bytes, ahead, x_at, rows, words, part,
                             uppers_at if half else totals_at, sums_at, nothing_at, kept_at, a[14] + spot * tables * 4,
-                            a[15] + spot * tables, bits, paired, shifted_by,
+                            a[15] + spot * tables, bits, paired, levels,
                         )  # fmt: skip
                     if down:
                         add(totals_at, bias_at, a[4] + block * (BLOCK * 4), tokens, weights, first, rows, width, valid)

@@ -227,7 +227,7 @@ def _call(
         -(-outs // BLOCK), threads, blocks.part >> pairs, gate, *norm[:-1], outs, _address(blocks.scales),
         _address(blocks.zeros), norm[-1],
     )  # fmt: skip
-    body = _body(blocks.bits, pairs, blocks.zeros is not None, VERSION)
+    body = _body(blocks.bits, pairs, blocks.levels, VERSION)
     return KernelCall(body=body, arguments=arguments, threads=threads, keeps=(x_TI, packed, out_TO, *keeps))
 
 
@@ -243,7 +243,7 @@ def _address(tensor: Tensor | None) -> int:
 def warm() -> None:
     """Compile, or load from the disk, what multiplies by weights of bf16."""
     if host_has("avx512bf16"):
-        _body(16, True, False, VERSION)
+        _body(16, True, 0, VERSION)
 
 
 @inlined(fastmath=FAST)
@@ -309,9 +309,9 @@ def _claim(a: Any, turn: Any, first: Any) -> Any:
 
 
 @cache
-def _body(bits: int, pairs: bool, has_zeros: bool, version: int) -> Body:
-    """For weights of so many bits; `pairs`: rows are bf16, else fp32; `has_zeros`: weights have zero points."""
-    item_bytes, rows_max, paired, shifted_by = (2 if pairs else 4), ROWS_MAX, int(pairs), int(has_zeros)
+def _body(bits: int, pairs: bool, levels: int, version: int) -> Body:
+    """For weights of so many bits, which stand for `levels`; `pairs`: rows are bf16, else fp32."""
+    item_bytes, rows_max, paired = (2 if pairs else 4), ROWS_MAX, int(pairs)
 
     def multiply_blocks(args: Any) -> None:
         if version < 0:
@@ -348,7 +348,7 @@ def _body(bits: int, pairs: bool, has_zeros: bool, version: int) -> Body:
                         multiply_block(
                             a[2] + here * block_bytes, a[2] + then * block_bytes, x_at, rows, words, part, total_at,
                             sums_at, nothing_at, kept_at, a[18] + here * tables * 4,
-                            a[19] + here * tables, bits, paired, shifted_by,
+                            a[19] + here * tables, bits, paired, levels,
                         )  # fmt: skip
                         bias_at = a[3] + here * BLOCK * item_bytes if a[3] != 0 else 0
                         if not pairs:
