@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import count, islice
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
     from serinus.sim import Run, Scenario
 
+_SHAPES: Mapping[str, tuple[bool | None, bool | None]] = {
+    "": (None, None),
+    "full": (False, False),
+    "sliding": (True, None),
+    "latent": (False, True),
+}
+"""What --shape says to `slides` and `latent` of the drawing."""
 _BATCH = 25
 """Seeds that a worker takes at once."""
 
@@ -36,9 +43,7 @@ def run(command: Command, words: Sequence[str]) -> int:
     if arguments.scenario:
         return _replay(_read(arguments.scenario), arguments, out)
     if arguments.seed is not None:
-        from serinus.sim import draw
-
-        return _replay(draw(arguments.seed, backend=arguments.backend), arguments, out)
+        return _replay(_draw(arguments.seed, arguments.backend, arguments.shape), arguments, out)
     return _many(arguments, out)
 
 
@@ -55,6 +60,12 @@ def _arguments(command: Command, words: Sequence[str]) -> Any:
         metavar="NAME",
         help="how pages travel: local, shm, tcp, push, pull or ipc (default: drawn)",
     )
+    which.add_argument(
+        "--shape",
+        default="",
+        metavar="NAME",
+        help="what layers have of a token: full, sliding (some of them) or latent (default: drawn)",
+    )
     how = parser.add_argument_group("How to run it")
     how.add_argument("--workers", type=int, default=1, metavar="N", help="processes, one core each (default: 1)")
     how.add_argument("--no-shrink", action="store_true", help="show a failure as it came")
@@ -68,7 +79,16 @@ def _arguments(command: Command, words: Sequence[str]) -> Any:
         raise UsageProblem(f"--workers is {arguments.workers}, expected at least 1")
     if arguments.backend not in ("", "local", "shm", "tcp", "push", "pull", "ipc"):
         raise UsageProblem(f"--backend is {arguments.backend!r}, expected local, shm, tcp, push, pull or ipc")
+    if arguments.shape not in _SHAPES:
+        raise UsageProblem(f"--shape is {arguments.shape!r}, expected full, sliding or latent")
     return arguments
+
+
+def _draw(seed: int, backend: str, shape: str) -> Scenario:
+    from serinus.sim import draw
+
+    slides, latent = _SHAPES[shape]
+    return draw(seed, backend=backend, slides=slides, latent=latent)
 
 
 def _read(path: str) -> Scenario:
@@ -172,14 +192,13 @@ def _begin_worker() -> None:
     _begin()
 
 
-def run_batch(seeds: Sequence[int], backend: str) -> list[tuple[int, str, int, dict[str, int]]]:
+def run_batch(seeds: Sequence[int], backend: str, shape: str) -> list[tuple[int, str, int, dict[str, int]]]:
     """(seed, what was found or empty, events, counts) of each; what a worker process does."""
-    from serinus.sim import draw
     from serinus.sim import run as run_world
 
     found = []
     for seed in seeds:
-        result = run_world(draw(seed, backend=backend))
+        result = run_world(_draw(seed, backend, shape))
         text = "" if result.finding is None else f"{result.finding.kind}: {result.finding.text}"
         found.append((seed, text, result.steps, {**result.counts, **{f"end {e}": n for e, n in result.ends.items()}}))
     return found
@@ -204,7 +223,7 @@ def _many(arguments: Any, out: Console) -> int:
     with Progress(*columns, console=out, disable=not out.is_terminal) as progress:
         task = progress.add_task("seeds", total=None if endless else len(listed), found="")
         try:
-            for batch in _run_all(batches, arguments.workers, arguments.backend, clock, until):
+            for batch in _run_all(batches, arguments, clock, until):
                 for seed, text, steps, tally in batch:
                     done, events = done + 1, events + steps
                     counts.update(tally)
@@ -227,12 +246,10 @@ def _many(arguments: Any, out: Console) -> int:
     if interrupt is not None:
         raise interrupt  # the summary so far is out
     if failed:
-        from serinus.sim import draw
-
         first = min(item["seed"] for item in failed)
         out.print(f"replay:  serinus sim --seed {first}", style="bold", highlight=False)
         if not arguments.no_shrink:
-            _shrunk(draw(first, backend=arguments.backend), out)
+            _shrunk(_draw(first, arguments.backend, arguments.shape), out)
     return 1 if failed else 0
 
 
@@ -242,23 +259,24 @@ def _batches(seeds: Iterator[int]) -> Iterator[list[int]]:
 
 
 def _run_all(
-    batches: Iterator[list[int]], workers: int, backend: str, clock: WallClock, until: float
+    batches: Iterator[list[int]], arguments: Any, clock: WallClock, until: float
 ) -> Iterator[list[tuple[int, str, int, dict[str, int]]]]:
+    workers, backend, shape = arguments.workers, arguments.backend, arguments.shape
     if workers == 1:
         _begin()
         for batch in batches:
             if clock.now() >= until:
                 return
-            yield run_batch(batch, backend)
+            yield run_batch(batch, backend, shape)
         return
     try:
         with ProcessPoolExecutor(workers, initializer=_begin_worker) as pool:
-            waiting = [pool.submit(run_batch, batch, backend) for batch in islice(batches, 2 * workers)]
+            waiting = [pool.submit(run_batch, batch, backend, shape) for batch in islice(batches, 2 * workers)]
             try:
                 while waiting:
                     yield waiting.pop(0).result()
                     if clock.now() < until:
-                        waiting += [pool.submit(run_batch, batch, backend) for batch in islice(batches, 1)]
+                        waiting += [pool.submit(run_batch, batch, backend, shape) for batch in islice(batches, 1)]
             finally:
                 pool.shutdown(cancel_futures=True)
     except BrokenProcessPool:

@@ -36,6 +36,7 @@ def test_a_schedule_from_a_file_is_run_and_described(tmp_path: Path, capsys: pyt
     [
         (["--seeds", "5"], "--seeds is '5', expected A..B"),
         (["--backend", "pigeon"], "expected local, shm, tcp, push, pull or ipc"),
+        (["--shape", "round"], "expected full, sliding or latent"),
         (["--workers", "0"], "--workers is 0, expected at least 1"),
         (["--sedes", "1..2"], "did you mean --seeds?"),
         (["--scenario", "/nowhere/at/all"], "cannot read the scenario"),
@@ -49,7 +50,7 @@ def test_what_makes_no_sense_is_said(words: list[str], said: str, capsys: pytest
 def test_an_interrupted_run_ends_with_130_and_says_what_it_did_so_far(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def batch(seeds: list[int], backend: str) -> list[tuple[int, str, int, dict[str, int]]]:
+    def batch(seeds: list[int], backend: str, shape: str) -> list[tuple[int, str, int, dict[str, int]]]:
         if 0 not in seeds:
             raise KeyboardInterrupt
         return [(seed, "", 10, {}) for seed in seeds]
