@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
@@ -13,6 +14,16 @@ from serinus.core.errors import BadSampling
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "lark", "choice", "structural_tag"]
 GRAMMAR_CHARS_MAX = 1 << 18
 """Characters of a grammar at most."""
+GRAMMAR_NAMES: Mapping[GrammarKind, str] = {
+    "json_object": "a JSON object",
+    "json_schema": "a JSON Schema",
+    "regex": "a regular expression",
+    "ebnf": "an EBNF grammar",
+    "lark": "a Lark grammar",
+    "choice": "a list of choices",
+    "structural_tag": "a structural tag",
+}
+"""What each kind is called in a sentence."""
 _KINDS: tuple[str, ...] = get_args(GrammarKind)
 _AS_JSON = ("json_schema", "choice", "structural_tag")
 
@@ -36,7 +47,7 @@ class Grammar:
         if len(self.text) > GRAMMAR_CHARS_MAX:
             raise BadSampling("grammar", f"{len(self.text)} characters", f"at most {GRAMMAR_CHARS_MAX}")
         if not self.text and self.kind != "json_object":
-            raise BadSampling("grammar", self.text, f"the text of a {self.kind}")
+            raise BadSampling("grammar", self.text, f"the text of {GRAMMAR_NAMES[self.kind]}")
 
     @classmethod
     def of(cls, kind: GrammarKind, value: Any = "") -> Grammar:

@@ -128,7 +128,7 @@ def test_a_body_that_cannot_be_read_is_explained(front: RunningFront, raw: bytes
         ({"guided_json": "[]"}, "guided_json", "a JSON Schema"),
         ({"guided_choice": []}, "guided_choice", "at least one"),
         ({"guided_choice": ["a", ""]}, "guided_choice", "not empty"),
-        ({"regex": ""}, "regex", "the text of a regex"),
+        ({"regex": ""}, "regex", "the text of a regular expression"),
         ({"regex": "a" * 300_000}, "regex", "at most 262144"),
         ({"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf", "nothing beside regex"),
         ({"structural_tag": "[]"}, "structural_tag", "an object with `structures`"),

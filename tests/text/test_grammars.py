@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from serinus.core.errors import BadRequest
-from serinus.core.grammar import Grammar
+from serinus.core.grammar import GRAMMAR_NAMES, Grammar, GrammarKind
 from serinus.testing.small_tokenizers import make_piece_tokenizer
 from serinus.text import GrammarCompiler, GrammarFailed, GrammarVocabulary, Tokenizer, load_tokenizer
 
@@ -169,6 +169,24 @@ def test_what_cannot_be_compiled_is_refused_with_its_place(
         vocabulary.begin(Grammar.of(kind, value))
     assert refused.value.field == field
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("json_schema", '{"not": {}}', "a JSON Schema that can be enforced: "),
+        ("regex", "a(?=b)", "a regular expression that can be enforced: "),
+        ("lark", "start: x", "a Lark grammar that can be enforced: "),
+    ],
+)
+def test_a_refusal_names_the_kind_in_words(vocabulary: GrammarVocabulary, kind: Any, text: str, said: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        vocabulary.begin(Grammar(kind, text))
+    assert refused.value.expected.startswith(said)
+
+
+def test_every_kind_has_a_name() -> None:
+    assert list(GRAMMAR_NAMES) == list(get_args(GrammarKind))
 
 
 def test_whitespace_between_tokens_of_json_has_an_end(vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> None:
