@@ -1,64 +1,64 @@
-"""docs/MODELS.md lists the families that are served, and says of each what its data says."""
+"""The table of docs/MODELS.md is what its script makes of the code, and it says what the code does."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+import importlib.util
+from types import ModuleType
 
-from serinus.models.families import FAMILIES, Family, Sliding
+import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "MODELS.md"
-WINDOWS = {None: "-", Sliding.ALL: "all layers", Sliding.ABOVE: "upper layers", Sliding.PATTERN: "by pattern"}
+from serinus.models.families import FAMILIES
 
+from .commands import REPO
 
-def rows() -> dict[str, list[str]]:
-    """Of the table of families: architecture -> the other columns."""
-    table = PAGE.read_text(encoding="utf-8").split("<!-- families", 1)[1].split("<!-- end -->", 1)[0]
-    found = re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)
-    return {name: rest.split(" | ") for name, rest in found}
+PAGE = REPO / "docs" / "MODELS.md"
 
 
-def norms_of(family: Family) -> str:
-    said = ["q, k, v biases"] if family.qkv_bias else []
-    said += ["norms after blocks" if family.norms[0] else "norms after blocks, none before"] if family.norms[1] else []
-    said += ["q and k norms"] if family.qk_norm else []
-    whole = "; q and k norms over all heads" if family.qk_norm_whole else ""
-    return (", ".join(said) or "-") + whole
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """The module of scripts/models_table.py."""
+    spec = importlib.util.spec_from_file_location("models_table", REPO / "scripts" / "models_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def rest_of(family: Family) -> list[str]:
-    """Words that must stand there."""
-    facts = {
-        "attention and MLP of one norm": family.cohere,
-        "do not slide do not rotate": family.cohere and family.sliding is not None,
-        "GELU": family.gemma,
-        "caps": any(family.softcaps),
-        "base of their own": family.local_rope is not None,
-        "half of a head": family.rotated == 0.5,
-        "neighbours together": family.interleaved,
-        "fused": family.fused_mlp,
-        "fused projections": family.fused_qkv,
-        "latent attention": family.latent,
-        "multipliers": family.multipliers,
-        "do not rotate": bool(family.plain_every),
-        "sinks": family.sinks,
-        "experts": family.experts is not None,
-        "biases": family.experts is not None and family.experts.biased,
-        "sigmoid scores": family.experts is not None and family.experts.sigmoid,
-        "corrected": family.experts is not None and family.experts.corrected,
-        "weights as scored": family.experts is not None
-        and not (family.experts.normalized or family.experts.sigmoid or family.experts.corrected),
-        "shared expert with a gate": family.experts is not None and family.experts.shared_gate,
-    }
-    return [word for word, holds in facts.items() if holds] + [each.upper() for each in family.quantizations]
+def rows(script: ModuleType) -> dict[str, dict[str, str]]:
+    """Architecture -> column -> what stands there."""
+    lines = [line.strip("|\n ").split(" | ") for line in script.table().splitlines()]
+    return {line[0].strip("`"): dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
 
 
-def test_every_family_has_a_row_that_says_what_its_data_says() -> None:
-    table = rows()
-    assert list(table) == sorted(FAMILIES)
-    for name, family in FAMILIES.items():
-        _, windows, norms, rest = table[name]
-        assert windows == WINDOWS[family.sliding], name
-        assert norms == norms_of(family), name
-        assert [word for word in rest_of(family) if word not in rest] == [], name
-        assert (rest == "-") == (not rest_of(family)), name
+def test_the_table_is_as_the_script_makes_it(script: ModuleType) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert script.page(text) == text, "docs/MODELS.md is stale: run python scripts/models_table.py"
+
+
+def test_what_was_changed_by_hand_in_the_table_is_made_anew(script: ModuleType) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    odd = text.replace("| TP by KV heads, PP |", "| PP |", 1)
+    assert odd != text
+    assert script.page(odd) == text
+
+
+def test_every_family_has_a_row(script: ModuleType) -> None:
+    assert list(rows(script)) == sorted(FAMILIES)
+    assert sorted(script.MODELS) == sorted(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("LlamaForCausalLM", {"KV": "FULL", "at load": "int8, int4", "ranks": "TP by KV heads, PP"}),
+        ("Gemma3ForCausalLM", {"KV": "FULL, SWA", "windows": "by pattern", "canary": "keys, values"}),
+        ("GptOssForCausalLM", {"quantized files": "MXFP4", "ranks": "TP by KV heads, PP, EP"}),
+        ("DeepseekV3ForCausalLM", {"KV": "LATENT", "ranks": "TP by query heads, PP, EP", "canary": "latent rows"}),
+        ("MixtralForCausalLM", {"at load": "int8, int4; experts on a CPU"}),
+        ("Glm4ForCausalLM", {"quantized files": "AWQ, GPTQ, compressed-tensors, FP8", "windows": "-"}),
+    ],
+)
+def test_a_row_says_what_the_code_does(script: ModuleType, name: str, said: dict[str, str]) -> None:
+    row = rows(script)[name]
+    assert {column: row[column] for column in said} == said
