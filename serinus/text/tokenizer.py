@@ -31,6 +31,8 @@ _FILES = [
     "modules.json",
     "*_Pooling/config.json",
 ]
+_SPACE = "\u2581"
+"""How SentencePiece writes a space."""
 _PRE = "tokenizer.ggml.pre"
 _BOS_FIRST = ("llama3", "llama-v3", "llama-bpe")
 _COUNTED_CHARS = 1 << 18
@@ -269,19 +271,38 @@ def _unpack(folder: Path) -> None:
         token_id = file.get(f"tokenizer.ggml.{key}_token_id")
         if isinstance(token_id, int) and token_id < len(tokens):
             config[f"{name}_token"] = tokens[token_id]
-    described = json.loads(_convert_backend(folder, gguf_file=GGUF_LINK).to_str())
+    is_plain = file.architecture == "gemma"  # transformers reads its tokenizer, and not its config
+    described = json.loads(_convert_backend(folder, is_plain=is_plain, gguf_file=GGUF_LINK).to_str())
     # Classes of transformers add special tokens of their own: ids that the model has no embedding for.
     described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < len(tokens)]
+    if kind == "llama" and not file.architecture.startswith("gemma"):
+        _mark_spaces(described, before=bool(file.get("tokenizer.ggml.add_space_prefix", True)))
     write_once(folder / "tokenizer_config.json", json.dumps(config))
     write_once(folder / "tokenizer.json", json.dumps(described))
 
 
-def _convert_backend(folder: Path, **given: str) -> _Backend:
-    """A checkpoint with a SentencePiece, tiktoken or GGUF file only."""
-    from transformers import AutoTokenizer
+def _mark_spaces(described: dict[str, Any], *, before: bool) -> None:
+    """Make a tokenizer mark spaces as SentencePiece and llama.cpp do: each of them, and one more `before` every text
+    and behind every special token, also where there is one already, which transformers' class takes for it."""
+    marks: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
+    spaces: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+    ]  # fmt: skip
+    if before:
+        marks.insert(0, {"type": "Prepend", "prepend": _SPACE})
+        spaces.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    described["normalizer"] = {"type": "Sequence", "normalizers": marks}
+    described["pre_tokenizer"] = None
+    described["decoder"] = {"type": "Sequence", "decoders": spaces}
 
+
+def _convert_backend(folder: Path, *, is_plain: bool = False, **given: Any) -> _Backend:
+    """A checkpoint with a SentencePiece, tiktoken or GGUF file only; `is_plain`: of no model's class."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    kind = PreTrainedTokenizerFast if is_plain else AutoTokenizer
     try:
-        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, **given)
+        loaded = kind.from_pretrained(str(folder), trust_remote_code=False, **given)
     except (OSError, ValueError, ImportError, KeyError) as err:
         raise ConfigError(f"text: no tokenizer in {folder} ({err}), expected a tokenizer.json") from err
     backend = getattr(loaded, "backend_tokenizer", None)
