@@ -2,12 +2,13 @@
 
     python -m tests.canary.adversary --faults 3000 --seed 1 [--mode heal --coverage full --world pair --site "kv bit"]
 
-A real engine (a toy checkpoint, of which every wrong KV byte makes wrong tokens) with host tier and files, and a pair
-that hands over through shared memory, answer prompts that share prefixes. One fault a round, at a random moment, from
-another thread (from another process in the shared segment): a bit, 64 bytes, pages exchanged, shifted or played back
-with their stamps, entries of row tables, files, copies of the wrong page, late, twice or left out. It aims at pages
-that are of a request or of a prefix, as the page map shows them; it does not use what canary, perturb or self-test
-choose their victims by. Right answers are computed apart (testing/oracle.py).
+A real engine (a toy checkpoint, of which every wrong KV byte makes wrong tokens; with --shape moe or mla a small
+mixture of experts, or a model of latent attention) with host tier and files, and a pair that hands over through shared
+memory, answer prompts that share prefixes. One fault a round, at a random moment, from another thread (from another
+process in the shared segment): a bit, 64 bytes, pages exchanged, shifted or played back with their stamps, entries of
+row tables, files, copies of the wrong page, late, twice or left out. It aims at pages that are of a request or of a
+prefix, as the page map shows them; it does not use what canary, perturb or self-test choose their victims by. Right
+answers are computed apart (testing/oracle.py; those of moe and mla by transformers).
 
 Half of the prompts are streamed. After a fault every prompt is gone on with behind its answer, so that what is still
 there is read: from the device, from the host, from the files. The engines are one with tiers, a pair, one of two slices
@@ -39,11 +40,9 @@ from pathlib import Path
 from serinus.core.request import FinishReason
 from serinus.core.rng import Rng
 from serinus.ranks.tier_parts import pause
-from serinus.selftest import make_canary_toy
-from serinus.testing.oracle import toy_continue
 
 from .adversary_sites import SITES, Act, Site
-from .adversary_worlds import WORLDS, World
+from .adversary_worlds import SHAPES, WORLDS, World, make_model
 
 __all__ = ["BLIND", "Cell", "run", "table"]
 
@@ -191,8 +190,10 @@ class _Round:
         begun, world, first = time.monotonic(), self.world, len(self.asked)
         for prompt in prompts:
             stream = self.rng.random() < 0.5
+            while not (right := world.right(prompt, count)):
+                prompt[-1:] = self._tokens(1)
             rid = world.ask(prompt, count, stream=stream)
-            self.asked.append(_Asked(rid, prompt, toy_continue(world.spec, prompt, count), stream))
+            self.asked.append(_Asked(rid, prompt, right, stream))
         for _ in range(_TURNS_MAX):
             if all(world.finish(each.rid) is not None for each in self.asked) and world.idle:
                 break
@@ -266,7 +267,7 @@ def run(
 ) -> list[Cell]:  # fmt: skip
     """So many faults, spread evenly over all cells; the matrix. Cost: about 0.3 s of CPU a fault."""
     rng = Rng(seed)
-    toys = {shape: make_canary_toy(home / shape, shape) for shape in shapes}
+    toys = {shape: make_model(home / shape, shape) for shape in shapes}
     cells = [
         Cell(world, site, moment, mode, coverage)
         for world in worlds for mode, coverage in settings for site in sites if world in SITES[site].worlds
@@ -308,7 +309,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--world", choices=tuple(WORLDS), action="append")
     parser.add_argument("--site", choices=tuple(SITES), action="append")
-    parser.add_argument("--shape", choices=("full", "both", "latent"), action="append", help="of the toys: full, both")
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="of the models: full, both")
     parser.add_argument("--mode", choices=sorted({mode for mode, _ in SETTINGS}), action="append")
     parser.add_argument("--coverage", choices=sorted({coverage for _, coverage in SETTINGS}), action="append")
     options = parser.parse_args()

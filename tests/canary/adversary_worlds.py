@@ -1,11 +1,13 @@
-"""The engines that the adversary attacks: one with a host tier and files, and a pair that hands over."""
+"""The engines that the adversary attacks: one with a host tier and files, and a pair that hands over. Their models are
+toys, of which every wrong KV byte makes wrong tokens, or small random ones of real families, with the answers of
+transformers: a mixture of experts, and latent attention with experts."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,16 +23,21 @@ from serinus.core.private_folder import PrivateFolder
 from serinus.core.request import FinishReason, Usage
 from serinus.engine import build_engine
 from serinus.engine.built import Built
-from serinus.models import ModelSpec
+from serinus.models import TOY_ARCHITECTURE, ModelSpec, make_checkpoint
 from serinus.pd import ShmBackend
 from serinus.pool import DevicePool, HostPool, RequestTable
 from serinus.ranks.thread_ranks import ThreadRanks
 from serinus.ranks.tier_parts import pause
-from serinus.selftest import EngineDriver, EnginePair
+from serinus.selftest import CANARY_SHAPES, EngineDriver, EnginePair, make_canary_toy
+from serinus.testing.oracle import toy_continue
 
 from .adversary_sites import Targets
 
-__all__ = ["WORLDS", "Pair", "Tiered", "World"]
+__all__ = ["SHAPES", "WORLDS", "Pair", "Tiered", "World", "make_model"]
+
+_FAMILIES = {"moe": "qwen3_moe", "mla": "deepseek_v2_lite"}
+SHAPES = (*CANARY_SHAPES, *_FAMILIES)
+"""Models: toys, and small ones of real families."""
 
 _SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": True, "page_size": 4, "max_total_tokens": 256, "max_running_requests": 4,
@@ -42,6 +49,8 @@ _TIERS: dict[str, Any] = {
     "hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete",
 }  # fmt: skip
 _WAIT_S = 0.0005
+_NEAR = 1e-5
+"""A token whose logit is so near to the best one's may be the best of an engine that sums in another order."""
 _IN_USE = (PageState.REQUEST, PageState.TREE)
 
 
@@ -52,6 +61,10 @@ class World(Protocol):
     """Seconds that some requests take, about."""
     spec: ModelSpec
     has_tiers: bool
+
+    def right(self, prompt: list[int], count: int) -> list[int]:
+        """The answer, computed apart; empty: it hangs on rounding."""
+        ...
 
     def ask(self, prompt: list[int], count: int, *, stream: bool) -> str: ...
     def turn(self) -> None: ...
@@ -102,6 +115,11 @@ class _Base:
         for lead in self._leads():
             lead.listeners.append(self._hear)
 
+    def right(self, prompt: list[int], count: int) -> list[int]:
+        if self.spec.architecture == TOY_ARCHITECTURE:
+            return toy_continue(self.spec, prompt, count)
+        return _greedy(self.spec.path, prompt, count)
+
     def _leads(self) -> list[CanaryLead]:
         leads = [built.engine.canary for built in self._engines]
         return [lead for lead in leads if lead is not None]
@@ -144,6 +162,33 @@ class _Base:
     def targets(self) -> Targets:
         """Raw memory, whatever it is for."""
         return self._memory.targets(self._engines)
+
+
+def make_model(folder: Path, shape: str) -> Path:
+    """A checkpoint of one of SHAPES."""
+    if shape not in _FAMILIES:
+        return make_canary_toy(folder, shape)
+    return make_checkpoint(folder, _FAMILIES[shape], seed=3, layers=3, spread=1.5, tokenizer=False)
+
+
+@cache
+def _by_transformers(path: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
+
+
+def _greedy(path: str, prompt: list[int], count: int) -> list[int]:
+    """transformers' greedy answer; empty: two tokens are as good somewhere."""
+    answer = list[int]()
+    with torch.no_grad():
+        for _ in range(count):
+            best = _by_transformers(path)(torch.tensor([prompt + answer])).logits[0, -1].topk(2)
+            if float(best.values[0] - best.values[1]) < _NEAR:
+                return []
+            answer.append(int(best.indices[0]))
+    return answer
 
 
 class _Memory:

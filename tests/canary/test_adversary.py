@@ -45,6 +45,14 @@ def test_no_answer_that_ends_well_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
+@pytest.mark.parametrize("shape", ["moe", "mla"])
+def test_no_answer_of_a_model_with_experts_is_wrong(tmp_path: Path, shape: str) -> None:
+    cells = run(24, 3, tmp_path, shapes=[shape], settings=[("heal", "full")])
+    assert not [cell.line() for cell in cells if cell.is_blind], table(cells)
+    assert sum(cell.told for cell in cells) > 12, table(cells)
+
+
+@pytest.mark.proof
 def test_an_engine_that_only_logs_does_answer_wrong(tmp_path: Path) -> None:
     """Else the right answers above prove nothing."""
     cells = run(30, 2, tmp_path, settings=[("log", "full")], sites=["kv 64 bytes", "pages swapped", "table entry"])
