@@ -185,14 +185,17 @@ def files_of(small: Small, architecture: str) -> str:
 
 def at_load(small: Small) -> str:
     """What `--quantization` makes of it, and where of its experts too."""
-    made = {name: small.spec(quantization=name) for name in AT_LOAD}
-    said = ", ".join(name for name, spec in made.items() if spec is not None)
-    if small.family.experts is None or not said:
-        return said or "-"
-    spec = small.spec(quantization=AT_LOAD[0], device="cuda")
-    assert spec is not None
-    assert spec.quantization is not None
-    return f"{said}{'' if spec.quantization.expert_bits < 16 else '; experts on a CPU'}"
+    said, experts = [], []
+    for name in AT_LOAD:
+        (here, there) = (small.spec(quantization=name, device=device) for device in ("cpu", "cuda"))
+        if here is None or here.quantization is None:
+            continue
+        said.append(name if there is not None else f"{name} on a CPU")
+        if here.quantization.expert_bits < 16:
+            assert there is not None
+            assert there.quantization is not None
+            experts.append(name if there.quantization.expert_bits < 16 else f"{name} on a CPU")
+    return "; ".join([", ".join(said) or "-", *[f"experts: {', '.join(experts)}"] * bool(experts)])
 
 
 def ranks_of(small: Small) -> str:

@@ -58,8 +58,8 @@ class ModelSettings:
         "auto",
         "weights of linears, on a CPU of experts too: auto = as the checkpoint has them; int8 = a scale for each"
         " output, int4 = a scale for 128 inputs (its output head: int8), made of a bf16, fp16 or fp32 checkpoint as it"
-        " is loaded",
-        choices=("auto", "int8", "int4"),
+        " is loaded; fp8 = rounded to FP8, a scale for each output, floats in memory; a CPU alone, no experts",
+        choices=("auto", "int8", "int4", "fp8"),
     )
     model_impl: str = setting(
         "auto",

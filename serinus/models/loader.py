@@ -18,7 +18,6 @@ from serinus.models.decoder import Decoder
 from serinus.models.expert_weights import multiplies_integers
 from serinus.models.gguf_files import GgufSource
 from serinus.models.hooks import ForwardHook
-from serinus.models.quantization import AT_LOAD
 from serinus.models.quantized import QuantizingSource
 from serinus.models.quantized_files import QuantizedFiles
 from serinus.models.spec import TOY_ARCHITECTURE, ModelSpec
@@ -161,21 +160,22 @@ def _source(
     quantized = spec.quantization
     if quantized is None:
         return source
-    if quantized.bits < 16:
-        if kernels.columns["linear"] == "ref" and kernels.device != "cpu":
-            raise ConfigError(
-                f"models: quantization {quantized.method} on {source.device} without a kernel, expected a CPU, or"
-                " Triton"
-            )
+    if quantized.bits < 16 and kernels.columns["linear"] == "ref" and kernels.device != "cpu":
+        raise ConfigError(
+            f"models: quantization {quantized.method} on {source.device} without a kernel, expected a CPU, or Triton"
+        )
+    if quantized.bits < 16 or quantized.at_load:
         is_too = quantized.expert_bits < 16 and multiplies_integers(kernels)
         experts = "" if spec.experts is None else "; experts too" if is_too else f"; experts in {dtype}"
         _log.info("weights are quantized, %s%s", quantized.text, experts)
     if isinstance(source, RandomSource):
         return source if quantized.bits == 16 else QuantizingSource(source, quantized)
+    if quantized.at_load:
+        return QuantizingSource(source, quantized)
     if isinstance(source, GgufSource):
-        return QuantizingSource(source, quantized) if quantized.method in AT_LOAD else source
+        return source
     if quantized.bits == 16 and quantized.expert_bits < 16 and multiplies_integers(kernels):
         _log.info("experts in %s are multiplied with in %d bits", quantized.method, quantized.expert_bits)
     elif quantized.bits == 16:
         _log.info("weights in %s are dequantized to %s as they are loaded", quantized.method, dtype)
-    return QuantizingSource(source, quantized) if quantized.method in AT_LOAD else QuantizedFiles(source, quantized)
+    return QuantizedFiles(source, quantized)

@@ -14,7 +14,7 @@ from typing import Any, Final
 from serinus.core.errors import ConfigError
 from serinus.models.config_fields import ConfigFields
 
-AT_LOAD: Final = ("int8", "int4")
+AT_LOAD: Final = ("int8", "int4", "fp8")
 """What `--quantization` makes of a checkpoint that is not quantized."""
 
 
@@ -23,7 +23,7 @@ class QuantSpec:
     """The linears of attention, MLP and experts, and the output head; embedding, norms and router are as they were."""
 
     method: str
-    """int8 or int4: made when it is loaded; else the name that config.json gives (that of a GGUF file is ours)."""
+    """Of AT_LOAD where it is made at load; else the name that config.json gives (that of a GGUF file is ours)."""
     bits: int
     """Of the linears, in memory; 16 = they are dequantized as they are loaded, to the dtype of the model."""
     group: int
@@ -32,6 +32,8 @@ class QuantSpec:
     """Of the output head; 16 = as it is stored."""
     expert_bits: int = 16
     """Of the experts of a mixture, where kernels multiply with their integers; 16 = they are floats in memory."""
+    at_load: bool = False
+    """Made as it is loaded, of a checkpoint that is not quantized."""
 
     @property
     def text(self) -> str:
@@ -39,6 +41,10 @@ class QuantSpec:
         if self.bits == 16 and self.expert_bits < 16:
             return (
                 f"{self.method}: experts of {self.expert_bits} bits where kernels multiply with them, else dequantized"
+            )
+        if self.bits == 16 and self.at_load:
+            return (
+                "fp8: linears rounded to FP8 (e4m3) with a scale for each output as they are loaded, floats in memory"
             )
         if self.bits == 16:
             return f"{self.method}: dequantized as it is loaded"
@@ -187,7 +193,15 @@ _READERS: Final[Mapping[str, Callable[[_Fields], QuantSpec]]] = {
 
 
 def _at_load(asked: str, device: str) -> QuantSpec:
-    experts = 16 if device != "cpu" else {"int8": 8, "int4": 4}[asked]
+    """Raises ConfigError: FP8 where a CPU is not, which would gain nothing either."""
+    experts = 16 if device != "cpu" else {"int8": 8, "int4": 4}.get(asked, 16)
     if asked == "int8":
-        return QuantSpec(method="int8", bits=8, group=0, head_bits=8, expert_bits=experts)
-    return QuantSpec(method="int4", bits=4, group=128, head_bits=8, expert_bits=experts)
+        return QuantSpec(method="int8", bits=8, group=0, head_bits=8, expert_bits=experts, at_load=True)
+    if asked == "int4":
+        return QuantSpec(method="int4", bits=4, group=128, head_bits=8, expert_bits=experts, at_load=True)
+    if device != "cpu":
+        raise ConfigError(
+            f"models: quantization is 'fp8' on {device}, expected int8, of as many bytes, or a CPU: no kernel"
+            " multiplies with FP8 weights yet"
+        )
+    return QuantSpec(method="fp8", bits=16, group=0, head_bits=16, at_load=True)

@@ -3,6 +3,7 @@
 int8: the largest weight of an output becomes 127 or -127. int4: of each group the weight of largest magnitude becomes
 -8, with a scale of either sign: its error is 12 % below that of a scale of largest / 7, and 2.5 % above that of zero
 points (normal weights, groups of 128), which would cost a byte a group and two instructions in every product.
+fp8: the largest weight of an output becomes 448 or -448, others the nearest of FP8 (e4m3); what they stand for is kept.
 Shapes: O = output width, I = input width, G = groups of an output.
 """
 
@@ -46,6 +47,8 @@ class QuantizingSource:
 
     def quantized(self, name: str, weight_OI: torch.Tensor) -> torch.Tensor | QuantizedWeight:
         """A weight that was taken already."""
+        if self._spec.bits == 16:
+            return weight_OI if name == "lm_head" else rounded_to_fp8(weight_OI)
         if name == "lm_head" and self._spec.head_bits == 16:
             return weight_OI
         bits, group = (self._spec.head_bits, 0) if name == "lm_head" else (self._spec.bits, self._spec.group)
@@ -76,6 +79,17 @@ def quantize(weight_OI: torch.Tensor, bits: int, group: int) -> QuantizedWeight:
     """The nearest integers, with one scale for each output and group (see above). Deterministic, on any device."""
     pieces = [_quantize_rows(rows.float(), bits, group) for rows in torch.split(weight_OI, _ROWS)]
     return QuantizedWeight.joined(pieces)
+
+
+def rounded_to_fp8(weight_OI: torch.Tensor) -> torch.Tensor:
+    """What the nearest numbers of FP8 stand for, with one scale for each output, in the dtype of the weight."""
+    pieces = []
+    for rows_OI in torch.split(weight_OI, _ROWS):
+        scales_O1 = rows_OI.float().abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+        scales_O1 = torch.where(scales_O1 == 0, 1.0, scales_O1)
+        nearest_OI = (rows_OI.float() / scales_O1).to(torch.float8_e4m3fn)
+        pieces.append((nearest_OI.float() * scales_O1).to(weight_OI.dtype))
+    return torch.cat(pieces)
 
 
 def _quantize_rows(weight_OI: torch.Tensor, bits: int, group: int) -> QuantizedWeight:

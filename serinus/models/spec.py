@@ -231,7 +231,7 @@ def load_spec(
         seed: seed of dummy weights.
         device: where the model runs: each type of device makes dummy weights of its own, and may have kernels for
             quantized experts or not.
-        quantization: int8 or int4 = of a checkpoint that is not quantized; auto = as it is.
+        quantization: int8, int4 or fp8 = of a checkpoint that is not quantized; auto = as it is.
         model_impl: `serinus` = a family of this package, `transformers` = its code, `auto` = the first if it can.
     Raises:
         ConfigError: no directory, no or broken config.json, unknown architecture, missing or wrong field.

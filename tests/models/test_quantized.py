@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from serinus.engine.launch import ready_of
 from serinus.engine.step_floor import read_bytes
 from serinus.kernels import load
 from serinus.models import load_model, load_spec
-from serinus.models.quantized import quantize
+from serinus.models.quantized import quantize, rounded_to_fp8
 from serinus.models.small_checkpoints import make_checkpoint, make_toy
 from serinus.parallel import Mesh
 from serinus.selftest import EnginePair
@@ -76,7 +77,7 @@ def dequantized(path: Path, folder: Path, method: str) -> Path:
     for name, tensor in load_file(path / "model.safetensors").items():
         tensors[name] = quantized_twice(name, tensor, method, is_turned=is_turned)
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
-    tensors["lm_head.weight"] = by_hand(head, "int8")
+    tensors["lm_head.weight"] = head.clone() if method == "fp8" else by_hand(head, "int8")
     save_file(tensors, folder / "model.safetensors")
     text = (path / "config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
     (folder / "config.json").write_text(text)
@@ -85,6 +86,8 @@ def dequantized(path: Path, folder: Path, method: str) -> Path:
 
 def by_hand(weight: torch.Tensor, method: str) -> torch.Tensor:
     """Row by row and group by group."""
+    if method == "fp8":
+        return torch.stack([nearest_fp8(row.float()) for row in weight])
     out = torch.empty_like(weight, dtype=torch.float32)
     for o, row in enumerate(weight.float()):
         for begin in range(0, len(row), 128 if method == "int4" else len(row)):
@@ -94,6 +97,14 @@ def by_hand(weight: torch.Tensor, method: str) -> torch.Tensor:
             low, high = (-8, 7) if method == "int4" else (-128, 127)
             out[o, begin : begin + len(some)] = (some / scale).round().clamp(low, high) * scale
     return out
+
+
+def nearest_fp8(row: torch.Tensor) -> torch.Tensor:
+    """Of all numbers of e4m3 (4 bits of exponent, 3 of mantissa, the last one is none) the nearest, of two the even."""
+    sizes = [(m / 8 if e == 0 else 1 + m / 8) * 2.0 ** (max(e, 1) - 7) for e in range(16) for m in range(8)][:-1]
+    known = torch.tensor([sign * size for each in (sizes[::2], sizes[1::2]) for size in each for sign in (1, -1)])
+    scale = row.abs().max() / 448
+    return known[((row / scale).double()[:, None] - known).abs().argmin(1)] * scale
 
 
 def engine(path: Path, quantization: str = "auto", dtype: torch.dtype = torch.float32) -> tuple[DirectEngine, Recorder]:
@@ -111,8 +122,10 @@ def logprobs(direct: DirectEngine, model: Recorder) -> tuple[list[int], torch.Te
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["int8", "int4"])
-@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [*product([*FAMILIES, *MIXTURES], ["int8", "int4"]), *product(["llama", "gemma2", "phi3"], ["fp8"])],
+)
 def test_a_model_quantized_at_load_gives_what_the_model_of_its_dequantized_weights_gives(
     checkpoints: dict[str, Path], tmp_path: Path, family: str, method: str
 ) -> None:
@@ -126,7 +139,7 @@ def test_a_model_quantized_at_load_gives_what_the_model_of_its_dequantized_weigh
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(pp=2)])
-@pytest.mark.parametrize("method", ["int8", "int4"])
+@pytest.mark.parametrize("method", ["int8", "int4", "fp8"])
 def test_ranks_have_parts_of_the_same_quantized_weights(checkpoints: dict[str, Path], mesh: Mesh, method: str) -> None:
     for family in ("llama", "phi3", *MIXTURES):
         alone, _ = engine(checkpoints[family], method)
@@ -194,9 +207,24 @@ def test_what_has_no_linears_of_ours_is_not_quantized(tmp_path: Path, make: Call
         load_spec(path, quantization="int8")
 
 
+def test_fp8_at_load_is_floats_on_a_cpu_which_is_said_and_refused_elsewhere(
+    checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = load_spec(checkpoints["llama"], quantization="fp8")
+    assert spec.signed("x").signature != load_spec(checkpoints["llama"]).signed("x").signature
+    with caplog.at_level("INFO", logger="serinus"):
+        load_model(spec, checkpoints["llama"], torch.float32, load("cpu"))
+    assert any(
+        "a scale for each output as they are loaded, floats in memory" in each.message for each in caplog.records
+    )
+    with pytest.raises(ConfigError, match="'fp8' on cuda, expected int8, of as many bytes, or a CPU"):
+        load_spec(checkpoints["llama"], quantization="fp8", device="cuda:1")
+
+
 def test_a_weight_of_zeros_is_quantized_to_zeros() -> None:
     for bits, group in ((8, 256), (4, 128)):
         assert not quantize(torch.zeros(3, 256), bits, group).dequantized().any()
+    assert torch.equal(rounded_to_fp8(torch.zeros(3, 256)), torch.zeros(3, 256))
 
 
 @pytest.mark.slow
