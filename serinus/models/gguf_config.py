@@ -110,6 +110,7 @@ def _check(file: GgufFile, own: _Own) -> None:
         )
     if file.architecture not in (*_MIXTURES, "llama"):
         own.want("expert_count", own.get("expert_count", 0), 0)
+    own.want("attention.causal", own.get("attention.causal", True), True)
     odd = sorted(set(file.type_counts) - set(_TYPES))
     if odd:
         raise ConfigError(f"models: {file.path} has tensors of type {', '.join(odd)}, expected {', '.join(_TYPES)}")

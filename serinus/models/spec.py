@@ -242,6 +242,8 @@ def load_spec(
         raise ConfigError(f"models: no checkpoint at {str(path)!r}, expected a directory with a config.json")
     config = ConfigFields(read_json(folder / "config.json"), overrides or {}, folder / "config.json")
     architecture = _architecture(config, model_impl)
+    if not config.flag("is_causal", True):
+        raise config.fail("is_causal", "true: only models whose tokens see those before them are served")
     toy = architecture == TOY_ARCHITECTURE
     known = FAMILIES[architecture].quantizations if architecture in FAMILIES and model_impl != "transformers" else None
     quantized = quant_spec(config, quantization, architecture, known, device.split(":")[0])

@@ -202,6 +202,7 @@ def test_a_file_that_is_replaced_is_read_anew(tmp_path: Path) -> None:
         ),
         ({"rope__scaling__type": "linear"}, r"has no metadata llama.rope.scaling.factor"),
         ({"attention__head_count": 3}, r"num_key_value_heads"),
+        ({"attention__causal": 0}, r"llama.attention.causal is 0, expected True"),
     ],
 )
 def test_metadata_that_no_family_has_a_word_for_is_refused(tmp_path: Path, metadata: dict[str, Any], said: str) -> None:

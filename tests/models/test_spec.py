@@ -214,6 +214,7 @@ def test_of_a_multimodal_gemma_the_text_model_is_read_with_and_without_a_vision_
         ({**GEMMA2, "layer_types": ["chunked_attention"] * 4}, "'layer_types'"),
         ({**GEMMA2, "hidden_activation": "gelu"}, "'hidden_activation' is 'gelu'"),
         ({**GEMMA3, "use_bidirectional_attention": True}, "only causal"),
+        ({**BASE, "is_causal": False}, "'is_causal' is False, expected true: only models whose"),
         ({**GEMMA3, "rope_parameters": {"rope_type": "default"}}, "objects named full_attention, sliding_attention"),
     ],
 )
