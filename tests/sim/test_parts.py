@@ -123,7 +123,7 @@ def test_one_wrong_word_on_one_rank_gives_wrong_tokens() -> None:
 
 @pytest.mark.parametrize("undoes", [False, True])
 def test_damage_puts_back_what_an_earlier_one_changed_only_where_each_step_would_see_it(undoes: bool) -> None:
-    """A pool that nobody writes, struck 2,000 times: late KV and pages of earlier moments lie at hand in both runs."""
+    """A pool without a writer, struck 2,000 times: late KV and pages of earlier moments lie at hand in both runs."""
     kernels = load("cpu")
     spec = PoolSpec(
         layer_count=2, kv_head_count=1, head_size=HEAD_SIZE, page_size=2, page_count=5, dtype=torch.float32, halves=2,
