@@ -21,11 +21,12 @@ from serinus.canary.commands import (
     RingOverflow,
     StartCanary,
     SweepSlots,
+    slots_checked,
 )
 from serinus.canary.faults import LeadFaults
 from serinus.canary.host_check import HostCheck
 from serinus.canary.incidents import Incident, IncidentLog
-from serinus.canary.judge import Verdict
+from serinus.canary.judge import ArrivalVerdict, RowsVerdict, Verdict
 from serinus.canary.lead import CanaryLead, perturb
 from serinus.canary.make import make_canary_lead, make_canary_rank
 from serinus.canary.rank import CanaryRank, TokenOracle
@@ -35,6 +36,7 @@ from serinus.canary.violation import Violation, ViolationLog, launch_tag, reason
 
 __all__ = [
     "CANARY_COMMANDS",
+    "ArrivalVerdict",
     "CanaryAnswer",
     "CanaryLead",
     "CanaryMark",
@@ -48,6 +50,7 @@ __all__ = [
     "IncidentLog",
     "LeadFaults",
     "RingOverflow",
+    "RowsVerdict",
     "StartCanary",
     "SweepSlots",
     "TokenOracle",
@@ -59,4 +62,5 @@ __all__ = [
     "make_canary_rank",
     "perturb",
     "reason_names",
+    "slots_checked",
 ]

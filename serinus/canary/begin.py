@@ -33,5 +33,7 @@ def _rehearse(hook: CanaryHook, lanes: PartLanes) -> None:
         slots_E = torch.zeros(count, dtype=torch.int64, device=lanes.table_RC.device)
         nowhere_E = torch.full_like(slots_E, -1)
         entries = Entries(slots_E=slots_E, positions_E=nowhere_E, previous_E=nowhere_E, sequences_E=slots_E)
+        counts_N4 = slots_E.new_zeros((1, len(StampLane)))
         for lane in (StampLane.HEAD_K, StampLane.TAIL_K):
-            hook.verify_now(lanes, lane, entries, slots_E, lanes.arriving)
+            hook.verify_now(lanes, lane, entries, slots_E, lanes.arriving, counts_N4)
+        hook.verify_now(lanes, StampLane.TAIL_K, entries, slots_E, lanes.sweeping)

@@ -1,12 +1,26 @@
-"""check_counts: what the canary of a rank had to verify and what it did, by check."""
+"""check_counts: what the canary of a rank had to verify and what it did, by check; and what it did by sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
 
 from serinus.canary.commands import CheckCount
 from serinus.canary.lanes import PartLanes
-from serinus.kernels import StampLane
+from serinus.core.parts import Part
+from serinus.kernels import StampLane, stamp_lanes
+
+
+def by_part(counts: Mapping[Part, NDArray[np.int64]], count: int) -> NDArray[np.int64]:
+    """Slots that were verified of each of so many sequences, [len(Part), N]: -1 of parts that a rank has none of.
+    `counts`: by sequence and lane; a slot counts that was looked at in all lanes."""
+    checked_PN = np.full((len(Part), count), -1, np.int64)
+    for part, counts_N4 in counts.items():
+        lanes = stamp_lanes(part)
+        checked_PN[part] = (counts_N4 if len(lanes) == len(StampLane) else counts_N4[:, lanes]).min(1)
+    return checked_PN
 
 
 def check_counts(parts: Collection[PartLanes], host_slots: int | None) -> tuple[CheckCount, ...]:

@@ -255,15 +255,16 @@ class CanaryHook:
                 self._check_written(lanes, batch, checks.write_check, checks.first_sequence)
 
     def verify_now(
-        self, lanes: PartLanes, lane: StampLane, entries: Entries, tokens_E: Tensor | None, ring: Ring
-    ) -> None:
+        self, lanes: PartLanes, lane: StampLane, entries: Entries, tokens_E: Tensor | None, ring: Ring,
+        by_sequence_N4: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Verify stamps outside of a forward pass: at arrival, or in the sweep."""
         digests_E2 = None
         if lane is StampLane.TAIL_K and lanes.coefficients_L22W is not None:
             digests_E2 = self._kernels.canary_digest(lanes.layers_kv, entries.slots_E, lanes.coefficients_L22W)
         self._kernels.canary_verify(
             lanes.stamps_LS4, lane, entries.slots_E, entries.positions_E, entries.previous_E, tokens_E,
-            digests_E2, entries.sequences_E, *ring.tensors,
+            digests_E2, entries.sequences_E, *ring.tensors, by_sequence_N4,
         )  # fmt: skip
 
     def _check_written(self, lanes: PartLanes, batch: ForwardBatch, expected: WriteCheck, first_sequence: int) -> None:

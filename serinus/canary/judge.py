@@ -38,6 +38,26 @@ class Verdict:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsVerdict:
+    """What follows from a check of requests' rows."""
+
+    verdicts: Sequence[Verdict]
+    """Requests that must not go on."""
+    slots: Mapping[str, int]
+    """Slots of each request that were verified."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivalVerdict:
+    """What follows from a check of pages that came by handoff."""
+
+    reason: str = ""
+    """Why they must not be used; empty = they may."""
+    slots: int = 0
+    """Slots that were verified of them."""
+
+
 class Requests(Protocol):
     """What the leader's half asks about requests; sched.Scheduler."""
 

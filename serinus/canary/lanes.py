@@ -104,9 +104,10 @@ def lanes_of(
             partial=settings.real_data == "partial", halves=spec.halves,
         )  # fmt: skip
         coefficients = torch.from_numpy(factors).to(spec.device)
-    counts, rows, lanes = RingCounts(spec.device, len(_CHECKS)), settings.ring_rows, stamp_lanes(part)
+    counts = RingCounts(spec.device, len(_CHECKS), len(table.table))
+    rows, lanes = settings.ring_rows, stamp_lanes(part)
     tail = lanes[spec.halves :]
-    running, stored = Ring(rows, counts, 0, lanes), Ring(rows, counts, 5, tail)
+    running, stored = Ring(rows, counts, 0, lanes, by_sequence=True), Ring(rows, counts, 5, tail)
     written = table.twin()
     watch = kernels.canary_watch(
         kernels, table.table, written.table, pool.stamps_LS4, pool.layers, coefficients, running.tensors,

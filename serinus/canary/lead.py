@@ -2,8 +2,8 @@
 
     lead.begin(plan)                    before the plan is commanded
     verdicts = lead.judge(findings)     before the commit: requests that must not go on
-    verdicts = lead.check(rows)         the same for requests that are about to end; waits for the ranks
-    reason = lead.arrived(rid, own)     pages came by handoff; waits for the ranks
+    found = lead.check(rows)            the same for requests that are about to end; waits for the ranks
+    arrival = lead.arrived(rid, own)    pages came by handoff; waits for the ranks
 
 Ranks know bytes (rank.py); the owner, the users and the history of a page are known here.
 """
@@ -30,11 +30,12 @@ from serinus.canary.commands import (
     SweepSlots,
     TellCounts,
     by_check,
+    slots_checked,
 )
 from serinus.canary.copies import CopyCheck
 from serinus.canary.faults import LeadFaults
 from serinus.canary.findings import Findings
-from serinus.canary.judge import Judge, Requests, Verdict
+from serinus.canary.judge import ArrivalVerdict, Judge, Requests, RowsVerdict, Verdict
 from serinus.canary.page_health import PageHealth
 from serinus.canary.perturb import Injection
 from serinus.canary.recalls import Recalls
@@ -157,21 +158,26 @@ class CanaryLead:
         self._judge_later(self._filed(findings))
         return self._take_outside()
 
-    def check(self, rows: Mapping[str, OwnPages]) -> Sequence[Verdict]:
+    def check(self, rows: Mapping[str, OwnPages]) -> RowsVerdict:
         """Requests are about to end (by id: their tokens whose KV is computed, and their pages): verify all of it, and
         name those that must not. Waits for all ranks. Raises as CommandLine.pump and `judge`. Cost: one read of these
         pages."""
-        self._follow(self._verify(rows))
-        return self._take_outside()
+        answers = self._verify_rows(rows)
+        self._follow(self._filed(_findings(answers)))
+        slots_N = slots_checked(answer.checked_PN for _, answer in answers)
+        slots = dict(zip(rows, slots_N.tolist(), strict=True))
+        return RowsVerdict(verdicts=self._take_outside(), slots=slots)
 
-    def arrived(self, rid: str, own: OwnPages | None) -> str:
-        """The last pages of a prompt came by handoff: why they must not be used; empty = they are sound, or the mode is
-        log. Waits until all ranks have checked them. Raises as CommandLine.pump and `judge`."""
+    def arrived(self, rid: str, own: OwnPages | None) -> ArrivalVerdict:
+        """The last pages of a prompt came by handoff: whether they may be used; in mode log they always may. Waits
+        until all ranks have checked them. Raises as CommandLine.pump and `judge`."""
         if own is None:
-            return ""
-        self._follow(self._verify({rid: own}, is_arrival=True), counts=False)
+            return ArrivalVerdict()
+        answers = self._verify_rows({rid: own}, is_arrival=True)
+        self._follow(self._filed(_findings(answers)), counts=False)
         verdict = self._outside.pop(rid, None)
-        return "" if verdict is None else verdict.reason
+        slots = int(slots_checked(answer.checked_PN for _, answer in answers)[0])
+        return ArrivalVerdict(reason="" if verdict is None else verdict.reason, slots=slots)
 
     def heard(self, finding: HandoffFinding) -> None:
         """The canary of another engine found wrong KV on a page that a handoff moved between it and this one. Where it
@@ -305,10 +311,13 @@ class CanaryLead:
         verdicts, self._outside = tuple(self._outside.values()), {}
         return verdicts
 
-    def _verify(self, rows: Mapping[str, OwnPages], *, is_arrival: bool = False) -> list[Violation]:
+    def _verify(self, rows: Mapping[str, OwnPages]) -> list[Violation]:
         """Have all ranks verify these pages of requests; what they found there is filed."""
+        return self._filed(_findings(self._verify_rows(rows)))
+
+    def _verify_rows(self, rows: Mapping[str, OwnPages], *, is_arrival: bool = False) -> list[tuple[int, CanaryAnswer]]:
         pages = tuple(RowPages(rid=rid, spans=own.spans, tokens=own.tokens, row=own.row) for rid, own in rows.items())
-        return self._filed(_findings(self._ask(CheckRows(number=self._number(), rows=pages, is_arrival=is_arrival))))
+        return self._ask(CheckRows(number=self._number(), rows=pages, is_arrival=is_arrival))
 
     def _verify_copies(self, copies: tuple[HostPages, ...]) -> list[CanaryAnswer]:
         """Have all ranks verify these pages of the host tier."""

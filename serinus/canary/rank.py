@@ -18,10 +18,12 @@ from types import MappingProxyType
 from typing import Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from serinus.canary.begin import begin_checks
-from serinus.canary.check_counts import check_counts
+from serinus.canary.check_counts import by_part, check_counts
 from serinus.canary.commands import (
     CachedPages,
     CanaryAnswer,
@@ -50,17 +52,16 @@ from serinus.core.log import get_logger
 from serinus.core.parts import PageSpan, PageStore, Part
 from serinus.core.plan import SampleSpec, SeqWork, StepPlan, StepResult
 from serinus.core.stamps import CHAIN_ANCHOR
-from serinus.kernels import Kernels, Reason, StampLane, load, stamp_lanes
+from serinus.kernels import SEQUENCES, Kernels, Reason, StampLane, load, stamp_lanes
 from serinus.pool import DevicePool, HostPool, RequestTable
 
 TokenOracle = Callable[[SampleSpec, int], int]
 """(how the request's next token is chosen, position) -> the token that the sampler must have emitted there."""
 
 _SWEEP: Final = -1
-_ROWS: Final = -2
-"""The first row of a command; the others follow downwards."""
+_ROWS: Final = -4 * SEQUENCES
+"""The first row of a command; the others follow."""
 _NOBODY: Final = frozenset[str]()
-_SEQUENCES_PER_PASS: Final = 1 << 16
 _PASSES_KEPT: Final = 4
 _READ: Final = attrgetter("rid", "row", "start", "whole", "chain")
 """What a step verifies of the work of a sequence follows from these."""
@@ -164,7 +165,8 @@ class CanaryRank:
         """What is queued by now; `found` tells what came of that and of nothing later. Does not wait."""
         if not self._is_started:
             return None
-        counts = {part: lanes.counts.mark() for part, lanes in self.parts.items()}
+        size = len(self._passes[-1][1])
+        counts = {part: lanes.counts.mark(size) for part, lanes in self.parts.items()}
         swept = {part: len(each) for part, each in self._swept.items()}
         return CanaryMark(step=self.steps, rids=self._passes[-1][1], counts=counts, swept=swept)
 
@@ -173,7 +175,7 @@ class CanaryRank:
         self.step_size = len(plan.work)
 
     def _begin(self, work: Sequence[SeqWork]) -> None:
-        base = self._passes[-1][0] + _SEQUENCES_PER_PASS
+        base = self._passes[-1][0] + SEQUENCES
         settings = self.settings
         rids, rows, starts, wholes, chains = zip(*map(_READ, self._reading(work)), strict=True) if work else ((),) * 5
         self._passes.append((base, rids))
@@ -212,6 +214,16 @@ class CanaryRank:
         self._log_statistics()
         return (*findings, *self._new_injections())
 
+    def checked(self, mark: CanaryMark | None = None) -> NDArray[np.int64] | None:
+        """Slots that the last pass, or that of a mark, verified of each of its sequences, in its order, counted as they
+        were verified (by_part). None: nothing is checked. Waits as `found`."""
+        if not self._is_started:
+            return None
+        if mark is not None:
+            return by_part({part: counts.by_sequence() for part, counts in mark.counts.items()}, len(mark.rids))
+        count = len(self._passes[-1][1])
+        return by_part({part: lanes.counts.by_sequence(count) for part, lanes in self.parts.items()}, count)
+
     # ---- commands -----------------------------------------------------------------------------------------------
 
     def obey(self, command: CanaryCommand) -> tuple[CanaryAnswer, ...]:
@@ -228,7 +240,8 @@ class CanaryRank:
             case SweepSlots():
                 self._sweep(command)
             case CheckRows():
-                return (self._answer(command.number, self._check_rows(command)),)
+                found, checked_PN = self._check_rows(command)
+                return (replace(self._answer(command.number, found), checked_PN=checked_PN),)
             case CheckHost():
                 return (replace(self._answer(command.number, ()), sound=self._check_host(command)),)
             case TellCounts():
@@ -334,18 +347,22 @@ class CanaryRank:
         tokens = command.tokens.astype(np.int64)
         self._verify(lanes, StampLane.TAIL_K, slots, positions, previous, tokens, names, lanes.sweeping)
 
-    def _check_rows(self, command: CheckRows) -> list[Violation | RingOverflow]:
-        """Cost: one read of these pages, and some 10 ns a token for the chain hashes."""
+    def _check_rows(self, command: CheckRows) -> tuple[list[Violation | RingOverflow], NDArray[np.int64]]:
+        """What was found; and the slots that were verified of each row, as `checked` has them. Cost: one read of these
+        pages, and some 10 ns a token for the chain hashes."""
         self._checking = tuple(row.rid for row in command.rows)
+        zeros = torch.zeros((len(command.rows), len(StampLane)), dtype=torch.int64)
+        counts = {part: zeros.to(lanes.table_RC.device, copy=True) for part, lanes in self.parts.items()}
         for index, row in enumerate(command.rows):
             chains = self._kernels.chain_hashes(row.tokens, 0, CHAIN_ANCHOR)
             for span in row.spans:
                 lanes = self.parts.get(span.part)
                 if lanes is not None and len(span.pages):
                     ring = lanes.arriving if command.is_arrival else lanes.ending
-                    self._check_span(lanes, span, row, chains, _ROWS - index, ring)
+                    self._check_span(lanes, span, row, chains, _ROWS + index, ring, counts[span.part])
         parts = self.parts.values()
-        return [found for lanes in parts for found in self._read(lanes, (lanes.arriving, lanes.ending))]
+        found = [each for lanes in parts for each in self._read(lanes, (lanes.arriving, lanes.ending))]
+        return found, by_part({part: each.cpu().numpy() for part, each in counts.items()}, len(command.rows))
 
     def _check_host(self, command: CheckHost) -> tuple[int, ...]:
         """Cost: one read of these pages."""
@@ -356,8 +373,9 @@ class CanaryRank:
         return tuple(counts)
 
     def _check_span(
-        self, lanes: PartLanes, span: PageSpan, row: RowPages, chains: NDArray[np.int64], name: int, ring: Ring
-    ) -> None:
+        self, lanes: PartLanes, span: PageSpan, row: RowPages, chains: NDArray[np.int64], name: int, ring: Ring,
+        counts_N4: Tensor,
+    ) -> None:  # fmt: skip
         """The slots that the row names here, where there is a row: those that its steps have read. 0 = none at all."""
         page_size, tokens = self.settings.page_size, row.tokens
         slots = (span.pages.astype(np.int64)[:, None] * page_size + np.arange(page_size)).reshape(-1)
@@ -370,9 +388,9 @@ class CanaryRank:
         previous = np.concatenate(([-1 if span.first else 0], slots[:-1]))
         names, own = np.full(len(slots), name), tokens[positions].astype(np.int64)
         for lane in (StampLane.HEAD_K, StampLane.TAIL_K):
-            self._verify(lanes, lane, slots, positions, previous, own, names, ring)
+            self._verify(lanes, lane, slots, positions, previous, own, names, ring, counts_N4)
             if len(slots):  # what lies before a window is bound by the hash behind it alone
-                self._bind(lanes, lane, slots[-1:], positions[-1:], chains[positions[-1:]], names[-1:], ring)
+                self._bind(lanes, lane, slots[-1:], positions[-1:], chains[positions[-1:]], names[-1:], ring, counts_N4)
         ring.due += len(slots) + min(1, len(slots))
 
     def _answer(self, number: int, found: Sequence[Violation | RingOverflow]) -> CanaryAnswer:
@@ -429,21 +447,22 @@ class CanaryRank:
     def _verify(
         self, lanes: PartLanes, lane: StampLane, slots: NDArray[np.int64], positions: NDArray[np.int64],
         previous: NDArray[np.int64], tokens: NDArray[np.int64] | None, names: NDArray[np.int64], ring: Ring,
+        counts_N4: Tensor | None = None,
     ) -> None:  # fmt: skip
         device = lanes.table_RC.device
         slots_E, positions_E, previous_E, names_E = (sent(a, device) for a in (slots, positions, previous, names))
         tokens_E = None if tokens is None else sent(tokens, device)
         entries = Entries(slots_E=slots_E, positions_E=positions_E, previous_E=previous_E, sequences_E=names_E)
-        self.hook.verify_now(lanes, lane, entries, tokens_E, ring)
+        self.hook.verify_now(lanes, lane, entries, tokens_E, ring, counts_N4)
 
     def _bind(
         self, lanes: PartLanes, lane: StampLane, slots: NDArray[np.int64], positions: NDArray[np.int64],
-        chains: NDArray[np.int64], names: NDArray[np.int64], ring: Ring,
+        chains: NDArray[np.int64], names: NDArray[np.int64], ring: Ring, counts_N4: Tensor,
     ) -> None:  # fmt: skip
         """Hold the last slots of rows against the requests."""
         device = lanes.table_RC.device
         inputs = (sent(each, device) for each in (slots, positions, chains, names))
-        self._kernels.canary_bind(lanes.stamps_LS4, lane, *inputs, *ring.tensors)
+        self._kernels.canary_bind(lanes.stamps_LS4, lane, *inputs, *ring.tensors, counts_N4)
 
     def _violation(self, lanes: PartLanes, row: list[int], ring: Ring, step: int) -> Violation:
         lane, reasons, slot, position, *stored, name = row
@@ -468,8 +487,8 @@ class CanaryRank:
         )
 
     def _rid(self, name: int) -> str:
-        if name <= _ROWS:
-            return self._checking[_ROWS - name]
+        if name < _SWEEP:
+            return self._checking[name - _ROWS]
         found = (rids[name - base] for base, rids in self._passes if base <= name < base + len(rids))
         return next(found, "")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from serinus.core.parts import Part
 from serinus.kernels import RING_FIELDS, StampLane
+
+_COUNTS: Final = 1 + len(StampLane)
+"""Of a ring: its violations, and what was checked in each lane."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,25 +40,34 @@ class RingNews:
 class MarkedCounts:
     """The counts of several rings at one place in the order of the device's work: on their way to the host."""
 
-    def __init__(self, counts_RC: Tensor, due: Sequence[int]) -> None:
+    def __init__(self, words_W: Tensor, due: Sequence[int]) -> None:
+        """`words_W`: counts of rings, and behind them those by sequence."""
         self.due = tuple(due)
         """Slots that had to be checked by then, by ring."""
         self._copied: Any = None
-        if not counts_RC.is_cuda:
-            self._counts_RC = counts_RC.clone()
+        if not words_W.is_cuda:
+            self._words_W = words_W.clone()
             return
-        self._counts_RC = torch.empty(counts_RC.shape, dtype=torch.int64, pin_memory=True)
-        self._counts_RC.copy_(counts_RC, non_blocking=True)
+        self._words_W = torch.empty(words_W.shape, dtype=torch.int64, pin_memory=True)
+        self._words_W.copy_(words_W, non_blocking=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()
 
     def of(self, ring: int) -> list[int]:
         """The counts of a ring. Waits until the device has come to that place."""
+        row: list[int] = self._here()[ring * _COUNTS : (ring + 1) * _COUNTS].tolist()
+        return row
+
+    def by_sequence(self) -> NDArray[np.int64]:
+        """What that pass checked, by sequence and lane. Waits likewise."""
+        counts_N4: NDArray[np.int64] = self._here()[len(self.due) * _COUNTS :].view(-1, len(StampLane)).numpy()
+        return counts_N4
+
+    def _here(self) -> Tensor:
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
-        row: list[int] = self._counts_RC[ring].tolist()
-        return row
+        return self._words_W
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +86,31 @@ class CanaryMark:
 class RingCounts:
     """The counts of several rings side by side: of an accelerator one copy reads them all."""
 
-    def __init__(self, device: str, rings: int) -> None:
-        self.counts_RC: Tensor = torch.zeros((rings, 1 + len(StampLane)), dtype=torch.int64, device=device)
+    def __init__(self, device: str, rings: int, sequences: int = 0) -> None:
+        """`sequences`: of one pass at most, for which is counted what it checks of each."""
+        size = rings * _COUNTS
+        self._words_W = torch.zeros(size + sequences * len(StampLane), dtype=torch.int64, device=device)
+        self.counts_RC: Tensor = self._words_W[:size].view(rings, _COUNTS)
         """Of each ring its violations, then what was checked, by lane."""
+        self.by_sequence_N4: Tensor = self._words_W[size:].view(sequences, len(StampLane))
+        """Of each sequence of a pass what was checked, by lane."""
         self._source: NDArray[np.int64] | Tensor = self.counts_RC.numpy() if device == "cpu" else self.counts_RC
+        self._sequences: NDArray[np.int64] | None = self.by_sequence_N4.numpy() if device == "cpu" else None
         self._copied: list[list[int]] | None = None
         self.rings: dict[int, Ring] = {}
         """The rings themselves, by number."""
 
-    def mark(self) -> MarkedCounts:
-        """The counts as they will be when the device has done what is queued now. Does not wait."""
-        return MarkedCounts(self.counts_RC, [self.rings[i].due for i in range(len(self.counts_RC))])
+    def mark(self, sequences: int = 0) -> MarkedCounts:
+        """The counts as they will be when the device has done what is queued now, the last pass of which is of so many
+        sequences. Does not wait."""
+        end = self.counts_RC.numel() + sequences * len(StampLane)
+        return MarkedCounts(self._words_W[:end], [self.rings[i].due for i in range(len(self.counts_RC))])
+
+    def by_sequence(self, sequences: int) -> NDArray[np.int64]:
+        """What the last pass checked, by sequence and lane. Waits for the device."""
+        if self._sequences is not None:
+            return self._sequences[:sequences]
+        return self.by_sequence_N4[:sequences].cpu().numpy()
 
     def expire(self) -> None:
         """More was queued, or done: the next reading copies anew."""
@@ -101,15 +127,18 @@ class Ring:
     """A fixed number of rows on the device, a count that never goes back, and counts of what was checked."""
 
     def __init__(
-        self, rows: int, counts: RingCounts, index: int, lanes: Sequence[StampLane] = tuple(StampLane)
-    ) -> None:
+        self, rows: int, counts: RingCounts, index: int, lanes: Sequence[StampLane] = tuple(StampLane), *,
+        by_sequence: bool = False,
+    ) -> None:  # fmt: skip
         """`counts`: of which number `index` is that of this ring. `lanes`: those in which every slot that is due is
-        checked."""
+        checked. `by_sequence`: what a pass checks is counted by sequence too."""
         own_C = counts.counts_RC[index]
         self.rows_QF: Tensor = torch.zeros((rows, RING_FIELDS), dtype=torch.int64, device=own_C.device)
         self.count_1, self.checked_L = own_C[:1], own_C[1:]
-        self.tensors: tuple[Tensor, Tensor, Tensor] = (self.rows_QF, self.count_1, self.checked_L)
+        self.tensors: tuple[Tensor, ...] = (self.rows_QF, self.count_1, self.checked_L)
         """As the kernels take them."""
+        if by_sequence:
+            self.tensors += (counts.by_sequence_N4,)
         self.due = 0
         """Slots that had to be checked so far; the caller of the kernels adds them."""
         self.lanes = tuple(lanes)

@@ -137,6 +137,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _counter("kv_canary_overhead_seconds", "Seconds of ranks in calls of the canary, around steps and beside them"),
     _gauge("kv_canary_coverage_ratio", "Verified part of the slots the canary had to verify, 0 to 1"),
     _counter("kv_canary_heals", "Requests that read wrong KV in mode heal, by what became of them", "result"),
+    _counter("kv_canary_short_receipts", "Answers for which fewer slots of KV were verified than were due"),
     _counter("kv_canary_healed_tokens", "Tokens computed again because KV was found wrong"),
     _gauge("kv_canary_last_verified_seconds", "Seconds since a cached page was last verified: oldest, median", "page"),
     _counter("kv_canary_sweep_passes", "Complete walks over the cached pages"),

@@ -103,12 +103,17 @@ class KvIntegrity:
     coverage: Name
     """How decode steps are checked: full, or rotating:N."""
     slots_due: int
-    """Slots that had to be verified for it, over all of its steps and parts; a slot counts each time. All of them were:
-    an engine whose ranks check fewer slots than were due ends, and the step's tokens never leave."""
+    """Slots that had to be verified for it, over all of its steps and parts; a slot counts each time. The leader works
+    them out of the steps that it planned."""
+    slots_checked: int
+    """Slots that were verified for it, as the ranks counted them while they did it, in all lanes; of several ranks the
+    lowest number. Equal to `slots_due`, or the canary is broken and nothing is vouched for."""
     horizon: int
-    """KV of this many tokens, from the first of the prompt on, is verified: of all but the last token of an answer."""
+    """KV of this many tokens, from the first of the prompt on, is verified: of all but the last token of an answer; 0
+    where fewer slots were verified than were due."""
     sources: Annotated[Mapping[str, int], Meta(max_length=16)]
-    """Of those tokens, how many had their KV from where: device, host, storage (found cached), peer, computed."""
+    """Of the tokens that it was computed on, how many had their KV from where: device, host, storage (found cached),
+    peer, computed."""
     heals: int
     """Times that it went back because wrong KV was found."""
     heal_reasons: Annotated[tuple[Text, ...], Meta(max_length=1 << 16)]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from serinus.canary import ArrivalVerdict
 from serinus.core.handoff import HandoffFinding, PageTrace
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
@@ -54,7 +55,7 @@ class DecodeRole(PortRole):
         on_failure: str,
         optimistic: bool = False,
         trace: Callable[[Sequence[PageTrace]], None],
-        arrived: Callable[[str, OwnPages | None], str] | None = None,
+        arrived: Callable[[str, OwnPages | None], ArrivalVerdict] | None = None,
         heard: Callable[[HandoffFinding], None] | None = None,
         spans: SpanLog = NO_SPANS,
     ) -> None:
@@ -186,14 +187,15 @@ class DecodeRole(PortRole):
     def _landed(self, result: Landed, now: float) -> None:
         self._trace(result.traces)
         self._record_landed(result)
-        arrived = self._arrived
-        wrong = "" if arrived is None else arrived(result.rid, self._scheduler.prompt_pages(result.rid))
-        if wrong:
-            failed = Recompute(rid=result.rid, xid=result.xid, code="kv_canary", reason=wrong, had_grant=True)
+        arrival = ArrivalVerdict()
+        if self._arrived is not None:
+            arrival = self._arrived(result.rid, self._scheduler.prompt_pages(result.rid))
+        if arrival.reason:
+            failed = Recompute(rid=result.rid, xid=result.xid, code="kv_canary", reason=arrival.reason, had_grant=True)
             if self.can_ask_again(result.rid):
                 self._count(failed, now)
                 self._metrics.add("kv_canary_heals", 1, "asked_again")
-                self._scheduler.heals.ask_again(result.rid, wrong)
+                self._scheduler.heals.ask_again(result.rid, arrival.reason)
             else:
                 self._failed(failed, now)
             return
@@ -208,6 +210,7 @@ class DecodeRole(PortRole):
             handoff_seconds=result.copy_seconds,
             cached_tokens=result.cached_tokens,
             ends=result.ends,
+            slots_checked=arrival.slots,
         )
         if delta is not None:
             self._deltas.append(delta)

@@ -195,7 +195,7 @@ class Engine:
         pairs = zip(plan.work, finished.result.seqs, strict=False)
         ended += [self._refuse(work.rid, seq.failure, now) for work, seq in pairs if seq.failure]
         ended += self._check_rows(self.scheduler.ending(finished.result), now)
-        outcome = self.scheduler.commit(plan, finished.result, now)
+        outcome = self.scheduler.commit(plan, finished.result, now, finished.checked)
         outcome = replace(outcome, deltas=(*(delta for delta in ended if delta is not None), *outcome.deltas))
         self.metrics.stepped(outcome, now - start, self.scheduler, now)
         self.metrics.masked(finished.result)
@@ -210,10 +210,10 @@ class Engine:
         last deltas of those whose KV is wrong, and of others that use it."""
         if self.canary is None or not rows:
             return []
-        verdicts = self.canary.check(rows)
-        wrong = {verdict.rid for verdict in verdicts}
-        self.scheduler.vouch({rid: own for rid, own in rows.items() if rid not in wrong})
-        return [self._violated(verdict, now) for verdict in verdicts]
+        found = self.canary.check(rows)
+        wrong = {verdict.rid for verdict in found.verdicts}
+        self.scheduler.vouch({rid: own for rid, own in rows.items() if rid not in wrong}, found.slots)
+        return [self._violated(verdict, now) for verdict in found.verdicts]
 
     def _send_outcome(self, outcome: Outcome, now: float) -> None:
         for delta in outcome.deltas:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from serinus.canary import ArrivalVerdict
 from serinus.core.addresses import is_loopback, tcp_url
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
@@ -52,7 +53,7 @@ class HandoffParts:
     scheduler: Scheduler
     line: CommandLine
     metrics: Metrics
-    arrived: Callable[[str, OwnPages | None], str] | None
+    arrived: Callable[[str, OwnPages | None], ArrivalVerdict] | None
     """The canary's check of pages that came; None = there is no canary."""
     heard: Callable[[HandoffFinding], None] | None
     """Takes what canaries of other engines found on pages of handoffs; None = there is no canary."""

@@ -14,7 +14,7 @@ from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.parts import Part
 from serinus.core.plan import StepResult
-from serinus.core.request import TokenDelta
+from serinus.core.request import KvIntegrity, TokenDelta
 from serinus.ranks.rank_metrics import RankMetrics
 from serinus.sched import Outcome, SchedStats, Scheduler
 
@@ -103,6 +103,16 @@ class StepMetrics:
             self.metrics.observe("queue_time_seconds", delta.usage.queue_seconds)
         if delta.finish is not None:
             self.metrics.add("num_finished_requests", 1, delta.finish.value)
+            self._look_at(delta.rid, delta.usage.kv_integrity)
+
+    def _look_at(self, rid: str, receipt: KvIntegrity | None) -> None:
+        if receipt is None or receipt.slots_checked >= receipt.slots_due:
+            return
+        self.metrics.add("kv_canary_short_receipts", 1)
+        _log.error(
+            "kv_canary short: req=%s slots_due=%d slots_checked=%d: nothing is vouched for", rid, receipt.slots_due,
+            receipt.slots_checked, extra={"rids": [rid]},
+        )  # fmt: skip
 
     def refresh(self, scheduler: Scheduler, cache: PrefixCache, turns: int, now: float) -> None:
         """Bring gauges and totals up to now; for a scrape."""

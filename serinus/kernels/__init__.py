@@ -6,7 +6,7 @@ nothing is chosen per call. Kernels take tensors and sizes, never objects of upp
 """
 
 from serinus.kernels.batch import AttentionBatch, slots_in
-from serinus.kernels.canary import RING_FIELDS, Reason, StampLane, packed_sums, stamp_lanes
+from serinus.kernels.canary import RING_FIELDS, SEQUENCES, Reason, StampLane, packed_sums, stamp_lanes
 from serinus.kernels.contracts import (
     ExpertGate,
     Gate,
@@ -34,6 +34,7 @@ __all__ = [
     "COLUMNS",
     "FP8_FORMATS",
     "RING_FIELDS",
+    "SEQUENCES",
     "AttentionBatch",
     "ExpertGate",
     "Gate",

@@ -17,6 +17,9 @@ RING_FIELDS = 12
 """lane, reasons, slot, position, stored position, stored token, expected token, stored hash, expected hash, stored
 digest, found digest, sequence."""
 
+SEQUENCES = 1 << 16
+"""The number of a sequence, in counts by sequence, is its name modulo this."""
+
 
 class StampLane(IntEnum):
     """A lane of stamps of one part. HEAD is checked and written before a forward pass, TAIL after it; only TAIL has

@@ -233,6 +233,11 @@ class LatentAttention(Protocol):
     ) -> Tensor: ...
 
 
+RingTensors = tuple[Tensor, ...]
+"""The last arguments of `canary_verify`: rows, violations and checked of a ring, and behind them, where slots are
+counted by sequence, those counts."""
+
+
 class CanaryOps(Protocol):
     """The ops that a watch is made of; `Kernels` has them."""
 
@@ -374,8 +379,8 @@ class MakeWatch(Protocol):
         stamps_LS4: Tensor,
         layers_kv: LayersKv,
         coefficients_L22W: Tensor | None,
-        ring: tuple[Tensor, Tensor, Tensor],
-        stored: tuple[Tensor, Tensor, Tensor],
+        ring: RingTensors,
+        stored: RingTensors,
         page_size: int,
         /,
     ) -> Watch: ...

@@ -158,9 +158,10 @@ class Kernels:
     canary_plan: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     """(table_RC, due_7B, entry_count, page_size=) -> slots_E, positions_E, previous_E, names_E"""
     canary_verify: Callable[..., None]
-    """(stamps_LS4, lane, slots_E, positions_E, previous_E, tokens_E, digests_E2, sequences_E, ring, count, checked)"""
+    """(stamps_LS4, lane, slots_E, positions_E, previous_E, tokens_E, digests_E2, sequences_E, ring, count, checked,
+    by_sequence=None)"""
     canary_bind: Callable[..., None]
-    """(stamps_LS4, lane, slots_B, positions_B, chains_B, sequences_B, ring, count, checked)"""
+    """(stamps_LS4, lane, slots_B, positions_B, chains_B, sequences_B, ring, count, checked, by_sequence=None)"""
     canary_write: Callable[..., None]
     """(stamps_LS4, lane, slots_T, positions_T, tokens_T, q_starts_B1, table_RC, rows_B, digests_T2)"""
     chain_hashes: Callable[[NDArray[np.int32], int, int], NDArray[np.int64]]

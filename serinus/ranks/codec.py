@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from serinus.canary import CANARY_COMMANDS, CanaryAnswer, HostFindings, RingOverflow, Violation
 from serinus.canary.perturb import Injection
@@ -67,12 +69,13 @@ class _Done(msgspec.Struct, frozen=True, array_like=True):
     wait_seconds: float
     failed: str
     findings: tuple[Item, ...]
+    checked_PN: NDArray[np.int64] | None
 
 
 def _pack_done(done: StepDone, writer: ObjectWriter) -> _Done:
     result = None if done.result is None else pack_result(done.result)
     findings = tuple(writer.item(finding) for finding in done.findings)
-    return _Done(done.step, result, done.seconds, done.wait_seconds, done.failed, findings)
+    return _Done(done.step, result, done.seconds, done.wait_seconds, done.failed, findings, done.checked_PN)
 
 
 def _unpack_done(done: _Done, reader: ObjectReader) -> StepDone:
@@ -83,6 +86,7 @@ def _unpack_done(done: _Done, reader: ObjectReader) -> StepDone:
         wait_seconds=done.wait_seconds,
         failed=done.failed,
         findings=tuple(reader.item(name, data, FINDINGS) for name, data in done.findings),
+        checked_PN=done.checked_PN,
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+from serinus.canary import slots_checked
 from serinus.core.clock import Clock
 from serinus.core.errors import FrameError, InvariantError, PeerGone
 from serinus.core.plan import StepPlan, StepResult
@@ -56,6 +57,8 @@ class FinishedStep:
     """Why it was not computed; the result is then empty."""
     findings: tuple[tuple[int, object], ...]
     """What the canaries of ranks found in it, with the rank."""
+    checked: Sequence[int] = ()
+    """Slots that all of them verified of each work of the plan; empty without a canary."""
 
 
 @dataclass(slots=True)
@@ -269,7 +272,8 @@ class LeaderLine:
             raise InvariantError(f"ranks: rank {name} ended step {step.step} without a result, expected one")
         failed = done.failed or next((each.failed for each in step.done.values() if each.failed), "")
         findings = tuple((rank, found) for rank, done in sorted(step.done.items()) for found in done.findings)
-        return FinishedStep(step=step.step, result=result, failed=failed, findings=findings)
+        checked = slots_checked(each.checked_PN for each in step.done.values()).tolist()
+        return FinishedStep(step=step.step, result=result, failed=failed, findings=findings, checked=checked)
 
     def wait_any(self, others: Sequence[ZmqChannel], wait_s: float) -> None:
         """Sleep until another rank answers or one of these channels has something, for `wait_s` seconds at most."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from serinus.canary import CanaryMark, CanaryRank, Finding, RingOverflow
 from serinus.core.errors import OutOfMemory
@@ -51,7 +52,9 @@ class StepsAhead:
         self._ahead: _Queued | None = None
         """Queued behind the step that was run last."""
         self._mark: CanaryMark | None = None
-        """Of the step that was run last."""
+        """Of the step that was run last..."""
+        self._places: list[int] | None = None
+        """...and where its work is in the pass; None = in its order."""
 
     # ---- the canary, as the body calls it -----------------------------------------------------------------------
 
@@ -78,6 +81,11 @@ class StepsAhead:
         """What was not sound, up to the step that was run last. Waits for nothing more than its tokens did."""
         return () if self._canary is None else self._canary.found(self._mark)
 
+    def checked(self) -> NDArray[np.int64] | None:
+        """How much was verified of each work of the step that was run last."""
+        checked_PN = None if self._canary is None else self._canary.checked(self._mark)
+        return checked_PN if checked_PN is None or self._places is None else checked_PN[:, self._places]
+
     # ---- the runner ---------------------------------------------------------------------------------------------
 
     def run(self, plan: StepPlan) -> StepResult | None:
@@ -90,7 +98,7 @@ class StepsAhead:
         writes: Sequence[TableWrite] = plan.table_writes
         if queued is None or places is None:
             queued, writes = self._launched(plan), ()
-        self._mark = queued.mark
+        self._mark, self._places = queued.mark, places
         self._ahead = self._queued_behind(plan, queued.flight, places, writes)
         if self._ahead is None:
             self._runner.write_tables(writes)

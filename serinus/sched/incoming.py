@@ -152,15 +152,14 @@ class Incoming:
         state.move(Phase.PREALLOC)
         self.prealloc.push(state)
 
-    def take_over(self, state: ReqState, totals: Totals) -> None:
-        """The pages of a request are filled: publish them, give the request a row, and let it decode; one that knows
-        some of its answer, as it was healed, computes that first."""
+    def take_over(self, state: ReqState, totals: Totals, slots_checked: int) -> None:
+        """The pages of a request are filled, and so many slots of them were verified: publish them, give the request a
+        row, and let it decode; one that knows some of its answer, as it was healed, computes that first."""
         del self._batch.transfer[state.rid]
         state.computed = state.verified = state.planned = state.prompt_len
         state.is_new = True
         state.handoff_tokens = state.landed = state.prompt_len - state.held
-        checked = [row for row in state.rows if row.part in state.verify_windows]
-        state.checked.slots += sum(state.prompt_len - row.first * state.page_size for row in checked)
+        state.rows_checked(state.prompt_len, slots_checked)
         state.handoff_pages = self._allocator.pages_for(state.prompt_len) - state.held // self._allocator.page_size
         totals.healed_tokens += state.repaired()
         self._allocator.take_row(state)

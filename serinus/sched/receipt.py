@@ -1,7 +1,7 @@
 """The receipt of an answer: what a canary verified of the KV that it was computed on, and where that came from.
 
-Exact, at no cost for a step: the starts of a request's decode steps follow each other, so what was due in them is
-summed up when the receipt is written.
+What was due is exact, at no cost for a step: the starts of a request's decode steps follow each other, so it is summed
+up when the receipt is written. What was verified is what the ranks counted while they did it.
 """
 
 from __future__ import annotations
@@ -40,26 +40,30 @@ def slots_due(starts_N: NDArray[np.int64], page_size: int, stride: int, window: 
 
 @dataclass(slots=True)
 class Checked:
-    """How many slots of a request were verified: in steps that verified all it reads, and in turns."""
+    """How many slots of a request were to be verified, in steps that verify all it reads and in turns, and were."""
 
     slots: int = 0
+    """Due; without the turns that are not closed."""
+    found: int = 0
+    """Counted by the ranks as they verified them."""
     turns_from: int = -1
     """Start of the first decode step that is not counted in `slots`; -1 = there is none."""
     repaired: Counter[str] = field(default_factory=Counter)
     """Tokens whose KV was given up by heals, by where it came from instead."""
 
     def whole(self, start: int, windows: Mapping[Part, int | None]) -> None:
-        """All that a sequence reads before `start` was verified: the first steps after it came from elsewhere."""
+        """All that a sequence reads before `start` was due: the first steps after it came from elsewhere."""
         read = sum(start if window is None else min(start, window - 1) for window in windows.values())
         self.slots += read + (len(windows) if start else 0)
 
     def turn(self, start: int) -> None:
-        """A decode step with this start verified what had its turn."""
+        """In a decode step with this start what has its turn was due."""
         if self.turns_from < 0:
             self.turns_from = start
 
     def close(self, computed: int, page_size: int, stride: int, windows: Mapping[Part, int | None]) -> int:
-        """Count the turns up to the step with start `computed` - 1; all slots so far. Cost: a pass over the turns."""
+        """Count the turns up to the step with start `computed` - 1; all slots due so far. Cost: a pass over the
+        turns."""
         if 0 <= self.turns_from < computed:
             starts = np.arange(self.turns_from, computed)
             self.slots += sum(slots_due(starts, page_size, stride, window) for window in windows.values())
@@ -71,12 +75,14 @@ def receipt(
     checked: Checked, slots: int, *, stride: int, horizon: int, sources: Mapping[str, int], peer: int, heals: list[str],
     chain: int,
 ) -> KvIntegrity:  # fmt: skip
-    """Written when a request ends. `sources`: tokens of its KV found, by tier; `peer`: those that a handoff brought."""
+    """Written when a request ends. `sources`: tokens of its KV found, by tier; `peer`: those that a handoff brought.
+    Where fewer slots were verified than were due, no position is vouched for: which ones were not is unknown."""
     found = {tier: sources.get(tier, 0) for tier in ("device", "host", "storage")} | {"peer": peer}
     return KvIntegrity(
         coverage="full" if stride == 1 else f"rotating:{stride}",
         slots_due=slots,
-        horizon=horizon,
+        slots_checked=checked.found,
+        horizon=horizon if checked.found >= slots else 0,
         sources=found | {"computed": max(0, horizon - sum(found.values()))},
         heals=len(heals),
         heal_reasons=tuple(heals),

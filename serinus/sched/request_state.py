@@ -286,13 +286,14 @@ class ReqState:
         self.planned = self.computed = self.verified = self.published = length
         self.vouched, self.sure = 0, False
 
-    def step_done(self, work: SeqWork, verify_steps: int) -> None:
-        """A step of it has ended, and no canary found anything wrong with it in that step.
+    def step_done(self, work: SeqWork, verify_steps: int, slots: int) -> None:
+        """A step of it has ended, and no canary found anything wrong with it in that step. `slots`: those verified.
 
         `verify_steps`: a slot is verified in one of so many decode steps; 0 = always sound. By now every slot
         that the step with start - verify_steps + 1 read has had its turn since that step read it.
         """
         self.computed = work.start + len(work.tokens)
+        self.checked.found += slots
         complete = work.whole or verify_steps <= 1
         if complete:
             self.verified = self.computed
@@ -304,12 +305,19 @@ class ReqState:
         elif verify_steps:
             self.checked.turn(work.start)
 
-    def vouch(self, count: int) -> None:
-        """A canary found the KV of its first `count` tokens sound, as far as it has pages of them, beside any step."""
+    def vouch(self, count: int, slots: int) -> None:
+        """A canary found the KV of its first `count` tokens sound, as far as it has pages of them, beside any step; it
+        verified so many slots."""
         self.vouched = count
         self.verified = max(self.verified, min(count, self.computed))
+        self.rows_checked(count, slots)
+
+    def rows_checked(self, count: int, slots: int) -> None:
+        """Its first `count` tokens were due, as far as it has pages of them, beside any step; so many slots of them
+        were verified. In each part the last slot counts twice: it is held against the request's own hash."""
         read = [count - row.first * self.page_size for row in self.rows if row.part in self.verify_windows]
-        self.checked.slots += sum(slots + 1 for slots in read if slots > 0)
+        self.checked.slots += sum(due + 1 for due in read if due > 0)
+        self.checked.found += slots
 
     def reserve(self) -> None:
         """Have room for one more token: views of the buffer beyond `known` stay what they are when it comes."""

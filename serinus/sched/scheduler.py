@@ -11,7 +11,7 @@ request ends), incoming.py and outgoing.py (the two sides of a handoff), healing
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -251,9 +251,10 @@ class Scheduler:
         step = self._open[0]
         return frozenset(work.rid for work, state in zip(step.plan.work, step.states, strict=True) if state is None)
 
-    def commit(self, plan: StepPlan, result: StepResult, now: float) -> Outcome:
+    def commit(self, plan: StepPlan, result: StepResult, now: float, checked: Sequence[int] = ()) -> Outcome:
         """Take in the result of the oldest step under way: append tokens, find stops, publish pages, announce chunks.
-        The loads that the step waited for are settled first.
+        The loads that the step waited for are settled first. `checked`: slots that a canary verified of each work;
+        empty = nothing was.
 
         Raises InvariantError where `plan` or `result` is not that of the oldest step.
         """
@@ -262,7 +263,7 @@ class Scheduler:
         self.settle()
         step = self._open.popleft()
         self._note_time(step, now)
-        outcome = self._step_commit.apply(step, result, now)
+        outcome = self._step_commit.apply(step, result, now, checked)
         if loading:
             self._begin_again()
         return outcome
@@ -300,10 +301,11 @@ class Scheduler:
         state = self._states.get(rid)
         return state is not None and not state.aborting and state.left > state.known
 
-    def vouch(self, rows: Mapping[str, OwnPages]) -> None:
-        """These requests were verified by themselves, as far as these tokens reach, and are sound."""
+    def vouch(self, rows: Mapping[str, OwnPages], slots: Mapping[str, int]) -> None:
+        """These requests were verified by themselves, as far as these tokens reach, so many slots of each, and are
+        sound."""
         for state in (self._states[rid] for rid in rows if rid in self._states):
-            state.vouch(len(rows[state.rid].tokens))
+            state.vouch(len(rows[state.rid].tokens), slots.get(state.rid, 0))
 
     def _note_time(self, step: OpenStep, now: float) -> None:
         """What the step took: since it was planned or, with several under way, since the one before it ended."""
@@ -343,13 +345,13 @@ class Scheduler:
     def landed(
         self, rid: str, token: int, logprobs: TokenLogprobs | None, now: float, *, prefill_engine: str = "",
         handoff_backend: str = "", handoff_bytes: int = 0, handoff_seconds: float = 0.0,
-        cached_tokens: Mapping[str, int] | None = None, ends: bool = False,
+        cached_tokens: Mapping[str, int] | None = None, ends: bool = False, slots_checked: int = 0,
     ) -> TokenDelta | None:  # fmt: skip
         """The reserved pages are filled and verified: publish them, let the request decode, hand out its first token.
 
         `cached_tokens`: tokens that the prefill engine found in its own cache; added to this engine's. `ends`: the
-        answer is complete with its first token. Returns None where the request is not in transfer (aborted,
-        recomputed): nothing changes.
+        answer is complete with its first token. `slots_checked`: of a canary's check of these pages. Returns None
+        where the request is not in transfer (aborted, recomputed): nothing changes.
         """
         state = self._batch.transfer.get(rid)
         if state is None:
@@ -360,7 +362,7 @@ class Scheduler:
         state.handoff_seconds = handoff_seconds
         for tier, count in (cached_tokens or {}).items():
             state.cached_tokens[tier] = state.cached_tokens.get(tier, 0) + count
-        self.incoming.take_over(state, self._totals)
+        self.incoming.take_over(state, self._totals, slots_checked)
         self._begin_again()
         if state.known > state.prompt_len:  # asked for again: this token is known to be right already
             return None

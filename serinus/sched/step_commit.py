@@ -5,6 +5,7 @@ Decides which requests end; knows nothing of the next step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from serinus.core.errors import InvariantError
@@ -41,15 +42,17 @@ class StepCommit:
         self._requests = requests
         self._totals = totals
 
-    def apply(self, step: OpenStep, result: StepResult, now: float) -> Outcome:
-        """Apply the result of one step; returns its outcome. Later chunks of its requests may be under way."""
+    def apply(self, step: OpenStep, result: StepResult, now: float, checked: Sequence[int]) -> Outcome:
+        """Apply the result of one step; returns its outcome. Later chunks of its requests may be under way. `checked`:
+        slots that a canary verified of each work; empty = nothing was."""
         deltas: list[TokenDelta] = []
         chunks: list[ChunkReady] = []
         slides = bool(self._allocator.window_pages)
-        for state, work, seq in zip(step.states, step.plan.work, result.seqs, strict=True):
+        checked = checked or (0,) * len(step.states)
+        for state, work, seq, slots in zip(step.states, step.plan.work, result.seqs, checked, strict=True):
             if state is None:
                 continue
-            state.step_done(work, self._verify_steps)
+            state.step_done(work, self._verify_steps, slots)
             if state.aborting:
                 if not state.under_way:
                     self._requests.end(state)

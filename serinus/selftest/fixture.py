@@ -32,7 +32,7 @@ from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.parts import Part
 from serinus.core.private_folder import PrivateFolder
-from serinus.core.request import FinishReason
+from serinus.core.request import FinishReason, KvIntegrity
 from serinus.core.rng import Rng
 from serinus.engine.built import Built
 from serinus.models import make_toy
@@ -289,6 +289,13 @@ class CanaryPDFixture:
             view = self.lead(each).view()
             assert view["violations"] == 0, f"testing: the {each} side is not clean: {self._report()}"
             assert view["slots_checked"] == view["slots_due"], f"testing: the {each} side was not watched"
+            short = [rid for rid, receipt in self.receipts().items() if receipt.slots_checked != receipt.slots_due]
+            assert not short, f"testing: fewer slots were checked for {short} than were due"
+
+    def receipts(self) -> dict[str, KvIntegrity]:
+        """Of the answers that ended with one."""
+        usages = {rid: deltas[-1].usage for rid, deltas in self.pair.deltas.items() if deltas}
+        return {rid: each.kv_integrity for rid, each in usages.items() if each is not None and each.kv_integrity}
 
     def checked_slots(self, side: str) -> list[int]:
         """Slots that each rank of that side has verified so far, by rank. Waits for all of them."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from serinus.cache import PrefixCache
-from serinus.canary import CanaryLead
+from serinus.canary import ArrivalVerdict, CanaryLead
 from serinus.canary.perturb import Injection
 from serinus.canary.ring import Ring
 from serinus.core.errors import SerinusError
@@ -241,7 +241,7 @@ def _tail_never() -> Iterator[None]:
 
 @weakness("what arrives is not verified")
 def _arrival_ignored() -> Iterator[None]:
-    with _replaced(CanaryLead, "arrived", lambda self, rid, own: ""):
+    with _replaced(CanaryLead, "arrived", lambda self, rid, own: ArrivalVerdict()):
         yield
 
 

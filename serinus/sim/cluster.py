@@ -180,6 +180,9 @@ class Cluster:
             self._check_end(client, delta)
 
     def _check_end(self, client: SimClient, delta: TokenDelta) -> None:
+        receipt = None if delta.usage is None else delta.usage.kv_integrity
+        if receipt is not None and receipt.slots_checked != receipt.slots_due:
+            raise Broken(f"I23: of {receipt.slots_due} slots due for {delta.rid}, {receipt.slots_checked} were checked")
         whole = client.tokens == client.expected
         if delta.finish is not FinishReason.ERROR and client.tokens != client.expected[: len(client.tokens)]:
             raise Broken(f"I6: {delta.rid} ended ({delta.finish}) with {client.tokens}, expected {client.expected}")

@@ -278,7 +278,7 @@ class FakeEngine:
         horizon = len(sequence.prompt) + len(sequence.sent) - 1
         sources = {"device": 0, "host": 0, "storage": 0, "peer": 0, "computed": horizon}
         return KvIntegrity(
-            coverage="full", slots_due=9, horizon=horizon, sources=sources, heals=1,
+            coverage="full", slots_due=9, slots_checked=9, horizon=horizon, sources=sources, heals=1,
             heal_reasons=("KV integrity: healed",), repaired_from={"computed": 2}, chain_hash="0123456789abcdef",
         )  # fmt: skip
 

@@ -127,7 +127,7 @@ class TinyEngine:
         """The next plan goes into the line; None where nothing can run."""
         plan = self.scheduler.plan(self.clock.now())
         if unverified := self.scheduler.take_unverified():
-            self.scheduler.vouch(unverified)
+            self.scheduler.vouch(unverified, {})
             plan = self.scheduler.plan(self.clock.now()) if plan is None else plan
         if plan is not None:
             self._line.append((plan, _bytes_of(plan)))

@@ -29,6 +29,7 @@ def receipt(pair: CanaryPDFixture, rid: str) -> KvIntegrity:
     usage = pair.pair.deltas[rid][-1].usage
     assert usage is not None
     assert usage.kv_integrity is not None
+    assert usage.kv_integrity.slots_checked == usage.kv_integrity.slots_due
     return usage.kv_integrity
 
 

@@ -268,7 +268,7 @@ def test_a_check_that_is_left_out_is_found_out(tmp_path: Path, check: str) -> No
         watch.write(lane)
 
     def skipped_now(lanes: PartLanes, lane: StampLane, *more: Any) -> None:
-        name = "sweeping" if more[-1] is lanes.sweeping else "arriving"
+        name = "sweeping" if more[2] is lanes.sweeping else "arriving"
         if check == "around forward passes" or not SKIPS[check](name, lane):
             verify_now(lanes, lane, *more)
 

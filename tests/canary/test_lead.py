@@ -51,6 +51,8 @@ class Rank:
         self.commands: list[Any] = []
         self.found: tuple[Violation, ...] = ()
         self.swept: tuple[Violation, ...] = ()
+        self.checked = 5
+        """Slots of each row that it verifies by command."""
 
     def obey(self, command: Any) -> CanaryAnswer | None:
         self.commands.append(command)
@@ -58,7 +60,15 @@ class Rank:
         found = self.found if isinstance(command, CheckRows) else ()
         if isinstance(command, TellCounts):
             found, self.swept = self.swept, ()
-        return CanaryAnswer(number=number, violations=found, slots_due=4, slots_checked=4) if number else None
+        if not number:
+            return None
+        checked_PN = None
+        if isinstance(command, CheckRows):
+            checked_PN = np.full((len(Part), len(command.rows)), -1, np.int64)
+            checked_PN[Part.FULL] = self.checked
+        return CanaryAnswer(
+            number=number, violations=found, slots_due=4, slots_checked=4, checked_PN=checked_PN
+        )  # fmt: skip
 
 
 def line_to(count: int = 1) -> AnsweringLine:
@@ -350,7 +360,7 @@ def test_in_mode_log_nothing_follows_but_the_report(engine: TinyEngine) -> None:
     line = line_to()
     lead = lead_over(line, engine, kv_canary="log")
     line.ranks[0].found = (violation("comes", 2),)
-    assert lead.arrived("comes", OWN) == ""
+    assert lead.arrived("comes", OWN).reason == ""
     assert not lead.judge([(0, violation("runs", 1))])
     assert engine.cache.stats().pages.quarantined == 0
     assert [each["rid"] for each in lead.view()["incidents"]] == ["comes", "runs"]
@@ -363,12 +373,20 @@ def test_an_arrival_is_refused_for_its_own_damage_and_another_request_fails_with
     line, page = line_to(2), page_of(engine, "runs")
     lead = lead_over(line, engine)
     line.ranks[1].found = (violation("runs", page), violation("comes", 2))
-    reason = lead.arrived("comes", OWN)
+    reason = lead.arrived("comes", OWN).reason
     assert "at slot 8, position 0 of rank TP1 PP0" in reason
     assert [verdict.rid for verdict in lead.judge([])] == ["runs"]
     assert not lead.judge([])
     line.ranks[1].found = (violation("runs", page),)
-    assert lead.arrived("sound", OWN) == "", "what is wrong elsewhere does not refuse this one"
+    assert lead.arrived("sound", OWN).reason == "", "what is wrong elsewhere does not refuse this one"
+
+
+def test_of_several_ranks_the_one_that_verified_least_is_told(engine: TinyEngine) -> None:
+    line = line_to(2)
+    lead = lead_over(line, engine)
+    assert (lead.check({"runs": OWN}).slots, lead.arrived("comes", OWN).slots) == ({"runs": 5}, 5)
+    line.ranks[1].checked = 3
+    assert (lead.check({"runs": OWN}).slots, lead.arrived("comes", OWN).slots) == ({"runs": 3}, 3)
 
 
 def test_ranks_are_listed_where_there_are_several_and_faults_bear_the_name_of_their_rank(engine: TinyEngine) -> None:

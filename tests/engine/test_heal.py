@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from serinus.core.request import FinishReason, KvIntegrity, Request
 from serinus.core.sampling import SamplingParams
 from serinus.core.stamps import chain_hashes
+from serinus.kernels import Kernels, load
+from serinus.selftest.mutants import WEAKNESSES
 from serinus.testing.oracle import toy_continue
 from tests.engine.test_canary import KINDS, SHARED, Watched, toys
 
@@ -184,6 +187,7 @@ def test_receipts_tell_all_that_was_checked_and_nothing_else(toys: dict[str, Pat
     checks = engine.lead.view()["checks"]
     due = checks["head"]["due"] + checks.get("end", {"due": 0})["due"]
     assert sum(each.slots_due for each in receipts.values()) == due > 0
+    assert all(each.slots_checked == each.slots_due for each in receipts.values())
     for rid, prompt in prompts.items():
         tokens = np.asarray([*prompt, *engine.tokens(rid)], np.int32)
         each = receipts[rid]
@@ -193,6 +197,50 @@ def test_receipts_tell_all_that_was_checked_and_nothing_else(toys: dict[str, Pat
     assert receipts["one"].sources["device"] == 0 < receipts["two"].sources["device"]
 
 
+def skipping(kernels: Kernels, *, skips: bool) -> Kernels:
+    """The verify op passes over every third slot, and counts it by lane as if it had not. The watch calls it."""
+
+    def verify(
+        stamps_LS4: torch.Tensor, lane: int, slots_E: torch.Tensor, positions_E: torch.Tensor, *rest: Any
+    ) -> None:
+        *arguments, checked_L, by_sequence_N4 = rest if len(rest) == 8 else (*rest, None)
+        left_E = (torch.arange(len(positions_E)) % 3 == 0) & (positions_E >= 0) & skips
+        kept_E = torch.where(left_E, -1, positions_E)
+        kernels.canary_verify(stamps_LS4, lane, slots_E, kept_E, *arguments, checked_L, by_sequence_N4)
+        with torch.inference_mode():
+            checked_L[lane : lane + 2] += int(left_E.sum())
+
+    return replace(kernels, canary_verify=verify, canary_watch=load("cpu", "ref").canary_watch)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_receipt_tells_what_was_verified_not_what_should_have_been(
+    toys: dict[str, Path], monkeypatch: pytest.MonkeyPatch, skips: bool
+) -> None:
+    """Ranks that agree with themselves, and skip slots: their own counts, by check, are as they had to be."""
+    monkeypatch.setattr("serinus.canary.make.load", lambda device: skipping(load(device), skips=skips))
+    engine = Watched(toys["full"], **ROTATING)
+    add(engine, "one", [*SHARED[0], 201], 20, stream=False)
+    engine.run()
+    view, each = engine.lead.view(), receipt(engine, "one")
+    assert view["slots_due"] == view["slots_checked"]
+    assert (each.slots_checked < each.slots_due) is skips
+    assert each.horizon == (0 if skips else 61), "nobody knows which slots were not verified"
+    assert sum(each.sources.values()) == 61
+    assert engine.built.metrics.get("kv_canary_short_receipts") == skips
+
+
+def test_turns_that_ranks_leave_out_are_missed_by_the_leader(toys: dict[str, Path]) -> None:
+    (weakness,) = (each for each in WEAKNESSES if each.name == "turns leave one residue out")
+    with weakness.apply():
+        engine = Watched(toys["full"], **ROTATING)
+        add(engine, "one", [*SHARED[0], 201], 20, stream=False)
+        engine.run()
+    view, each = engine.lead.view(), receipt(engine, "one")
+    assert view["slots_due"] == view["slots_checked"], "the rank does what it believes is due"
+    assert (each.slots_checked < each.slots_due, each.horizon) == (True, 0)
+
+
 def test_the_receipt_of_a_healed_answer_tells_why_and_how(toys: dict[str, Path]) -> None:
     engine = Watched(toys["full"], kv_canary="heal")
     add(engine, "one", [*SHARED[0], 201], 20, stream=False)
@@ -200,7 +248,7 @@ def test_the_receipt_of_a_healed_answer_tells_why_and_how(toys: dict[str, Path])
     damage(engine, "one", 41)
     engine.run()
     each = receipt(engine, "one")
-    assert each.heals == 1
+    assert (each.heals, each.slots_checked) == (1, each.slots_due)
     assert "verify_real_kv_hash" in each.heal_reasons[0]
     assert each.repaired_from["device"] == 40, "the pages before the damaged one were found again"
     assert 5 <= each.repaired_from["computed"] <= 8

@@ -97,6 +97,8 @@ def run(llm: LLM, requests: Sequence[tuple[int, Request, int | None]]) -> Answer
             got += delta.token_ids
             if delta.finish is not None:
                 ends[delta.rid] = delta.finish
+                receipt = None if delta.usage is None else delta.usage.kv_integrity
+                assert receipt is None or receipt.slots_checked == receipt.slots_due
             elif cut[delta.rid] == len(got):
                 messages.append(FrontMessage(front="f", message=Abort(rid=delta.rid, reason="enough")))
         assert turn < 4000

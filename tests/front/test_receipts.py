@@ -30,7 +30,7 @@ def front(byte_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def is_whole(receipt: dict[str, Any], horizon: int) -> bool:
     assert set(receipt) == {
-        "coverage", "slots_due", "horizon", "sources", "heals", "heal_reasons", "repaired_from",
+        "coverage", "slots_due", "slots_checked", "horizon", "sources", "heals", "heal_reasons", "repaired_from",
         "chain_hash",
     }  # fmt: skip
     return receipt["horizon"] == horizon == sum(receipt["sources"].values())

@@ -111,22 +111,25 @@ def outcome(ops: Kernels, case: CanaryCase) -> dict[str, Any]:
     ring = torch.zeros((64, RING_FIELDS), dtype=torch.int64, device=device)
     count = torch.zeros(1, dtype=torch.int64, device=device)
     checked = torch.zeros(4, dtype=torch.int64, device=device)
+    counts = torch.zeros((72, 4), dtype=torch.int64, device=device)  # names are 70 and more, or rows: some have no room
     found = ops.canary_digest(case.kv, plan[0], case.coefficients)
     expected = torch.full((len(plan[0]),), -1, dtype=torch.int64, device=device)
-    ops.canary_verify(stamps, 0, *plan[:3], None, None, plan[3], ring, count, checked)
-    ops.canary_verify(stamps, 2, *plan[:3], expected, found, plan[3], ring, count, checked)
+    ops.canary_verify(stamps, 0, *plan[:3], None, None, plan[3], ring, count, checked, counts)
+    ops.canary_verify(stamps, 2, *plan[:3], expected, found, plan[3], ring, count, checked, counts)
     rows, lengths = torch.arange(1, len(case.lengths) + 1), torch.tensor(case.lengths)
     last = table[rows.to(device), (lengths - 1).to(device)].long()
     ends = [ops.chain_hashes(each.numpy(), 0, ANCHOR)[-1] for each in case.tokens.int().cpu().split(case.lengths)]
     chains = torch.tensor(ends, device=device) ^ torch.tensor(case.strangers, device=device)
     for lane in (0, 2):
-        ops.canary_bind(stamps, lane, last, (lengths - 1).to(device), chains, rows.to(device), ring, count, checked)
+        bound = last, (lengths - 1).to(device), chains, rows.to(device)
+        ops.canary_bind(stamps, lane, *bound, ring, count, checked, counts)
     return {
         "digests": digests.tolist(),
         "stamps": written.tolist(),
         "plan": [column.tolist() for column in plan],
         "violations": sorted(map(tuple, ring[: int(count)].tolist())),
         "checked": checked.tolist(),
+        "by_sequence": counts.tolist(),
     }
 
 

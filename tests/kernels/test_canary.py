@@ -11,7 +11,7 @@ import torch
 
 from serinus.core.rng import splitmix64
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import RING_FIELDS, Kernels, Reason, StampLane
+from serinus.kernels import RING_FIELDS, SEQUENCES, Kernels, Reason, StampLane
 from serinus.kernels.canary import ANCHOR
 from serinus.kernels.ref.canary import add_digests
 
@@ -187,6 +187,27 @@ def test_the_ring_keeps_the_latest_and_the_count_is_never_lost(either: Kernels) 
     assert int(count) == 80
     assert checked.tolist() == [40, 40, 0, 0]
     assert (ring[:, 1] == Reason.VERIFY_POSITION).all()
+
+
+@pytest.mark.parametrize("count", [40, 5000])  # of one thread, and of several
+def test_what_is_looked_at_is_counted_by_sequence(either: Kernels, count: int) -> None:
+    rng = random.Random(count)
+    stamps = torch.zeros((4, 41, 4), dtype=torch.int64)
+    ring = torch.zeros((8, RING_FIELDS), dtype=torch.int64)
+    violations, checked = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    numbers = sorted(rng.randrange(5) for _ in range(count)) if count > 40 else [rng.randrange(5) for _ in range(count)]
+    skipped = [rng.random() < 0.3 for _ in range(count)]
+    names = torch.tensor(numbers) - 7 * SEQUENCES  # of any pass, or of a command
+    positions = torch.where(torch.tensor(skipped), -1, 1)
+    slots = torch.arange(count) % 40 + 1
+    by_sequence = torch.zeros((4, 4), dtype=torch.int64)  # no room for the last of them
+    entries = slots, positions, torch.full((count,), -1)
+    either.canary_verify(stamps, 0, *entries, None, None, names, ring, violations, checked, by_sequence)
+    expected = [sum(n == i and not skip for n, skip in zip(numbers, skipped, strict=True)) for i in range(4)]
+    assert by_sequence.tolist() == [[each, each, 0, 0] for each in expected]
+    assert checked.tolist()[:2] == [skipped.count(False)] * 2
+    either.canary_bind(stamps, 2, slots, positions, slots, names, ring, violations, checked, by_sequence)
+    assert by_sequence.tolist() == [[each] * 4 for each in expected]
 
 
 def test_reasons_and_lanes_have_names() -> None:

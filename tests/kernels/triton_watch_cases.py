@@ -84,6 +84,7 @@ def _pass(ops: Kernels, case: CanaryCase, rng: random.Random, *, recorded: bool)
     )  # fmt: skip
     words: dict[str, Any] = {"dtype": torch.int64, "device": device}
     rings = [tuple(torch.zeros(shape, **words) for shape in ((512, RING_FIELDS), 1, 4)) for _ in range(2)]
+    rings[0] += (torch.full((9, 4), 99, **words),)  # of the pass before; for names from 7 on there is room for two
     watch = ops.canary_watch(ops, table, case.table, stamps, case.kv, case.coefficients, *rings, CASE_PAGE)
     watch.stage(plan, lambda words: torch.from_numpy(np.ascontiguousarray(words)).to(device))
     watch.expand(plan.due, bound)
@@ -105,5 +106,8 @@ def _pass(ops: Kernels, case: CanaryCase, rng: random.Random, *, recorded: bool)
     watch.look_again()
     watch.verify(StampLane.TAIL_K)
     watch.write(StampLane.TAIL_K)
-    noted = [(int(number), checked.tolist(), sorted(rows[: int(number)].tolist())) for rows, number, checked in rings]
+    noted = [
+        (int(number), checked.tolist(), sorted(rows[: int(number)].tolist()), [each.tolist() for each in counts])
+        for rows, number, checked, *counts in rings
+    ]
     return {"read": noted[0], "stored": noted[1], "stamps": stamps[:, CASE_PAGE:].tolist()}

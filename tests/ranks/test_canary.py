@@ -63,6 +63,11 @@ def test_a_sound_engine_is_silent_and_every_rank_has_checked_all_that_was_due(to
         assert len(view["ranks"]) == tp * pp
         assert len({rank["slots_due"] for rank in view["ranks"]}) == 1
         assert view["slots_due"] == view["slots_checked"] > 0
+        for i in range(len(PROMPTS)):
+            usage = engine.deltas[f"r{i}"][-1].usage
+            assert usage is not None
+            assert usage.kv_integrity is not None
+            assert usage.kv_integrity.slots_checked == usage.kv_integrity.slots_due > 0
         lead_of(engine).refresh(engine.built.metrics)
         assert engine.built.metrics.get("kv_canary_slots", "checked") == view["slots_checked"]
         ratio = engine.built.metrics.get("kv_canary_coverage_ratio")

@@ -71,9 +71,9 @@ def terms_not_added() -> Iterator[None]:
 @mutant("what has arrived is not verified", world=damaged)
 def arrivals_not_verified() -> Iterator[None]:
     """Pages are used as they came."""
-    from serinus.canary import CanaryLead
+    from serinus.canary import ArrivalVerdict, CanaryLead
 
-    with replaced(CanaryLead, "arrived", lambda self, rid, own: ""):
+    with replaced(CanaryLead, "arrived", lambda self, rid, own: ArrivalVerdict()):
         yield
 
 

@@ -21,7 +21,7 @@ from serinus.kernels.contracts import LayersKv
 from serinus.kernels.cpu.body import VERSION, Body, address_of, compile_body, fields, thread_count
 from serinus.kernels.cpu.calls import KernelCall
 from serinus.kernels.cpu.digest import BLOCK, ROWS, add_packed, ask_for, digest_1, digest_8, digest_rows
-from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined, mix
+from serinus.kernels.cpu.scalar import at, carray, count_sequence, fetch_add, inlined, mix
 
 Digest = fields("ticket pools slots coefficients out count layers lanes slot_bytes step ahead adds halves")
 """`adds`: the sums are added to what `out` holds. `halves`: pools of each layer."""
@@ -31,10 +31,11 @@ Plan = fields("ticket table due out sequence_count entry_count columns page_size
 """Entries of rows from `slot_count` on, or below 0, are slot 0: damage, and no address."""
 Verify = fields(
     "ticket stamps slot_count lane slots positions previous tokens digests names ring ring_rows violations"
-    " checked count step sums cuts sums_stride halves"
+    " checked count step sums cuts sums_stride halves by_sequence numbers"
 )
 """`sums`: sums_P22E of `watched_attention`, of P `cuts`, with room for `sums_stride` entries; they are added to the
-digests. `halves`: 2, or 1 of latent rows, which have no lanes of V."""
+digests. `halves`: 2, or 1 of latent rows, which have no lanes of V. `by_sequence`: counts by sequence, of so many
+`numbers`; 0 = none are asked for."""
 Write = fields(
     "ticket stamps slot_count lane slots positions tokens starts rows table columns digests sequence_count total halves"
 )
@@ -132,6 +133,7 @@ def canary_verify(
     ring_QF: Tensor,
     count_1: Tensor,
     checked_L: Tensor,
+    by_sequence_N4: Tensor | None = None,
 ) -> None:
     """Hold the stamps of lanes `lane` and `lane` + 1 against what they should be."""
     inputs = [t.contiguous() for t in (slots_E, positions_E, previous_E, sequences_E)]
@@ -142,7 +144,7 @@ def canary_verify(
         0, stamps_LS4.data_ptr(), stamps_LS4.shape[1], lane, inputs[0].data_ptr(), inputs[1].data_ptr(),
         inputs[2].data_ptr(), 0 if tokens is None else tokens.data_ptr(), 0 if digests is None else digests.data_ptr(),
         inputs[3].data_ptr(), ring_QF.data_ptr(), len(ring_QF), count_1.data_ptr(), checked_L.data_ptr(), count,
-        VERIFY_STEP, 0, 0, 0, len(stamps_LS4) // 2,
+        VERIFY_STEP, 0, 0, 0, len(stamps_LS4) // 2, *counts_at(by_sequence_N4),
     )  # fmt: skip
     verify_call(arguments).run()
 
@@ -173,6 +175,11 @@ def warm() -> None:
     """Compile, or load from the disk."""
     for body in (_digest_body, _due_body, _plan_body, _verify_body, _write_body):
         body(VERSION)
+
+
+def counts_at(by_sequence_N4: Tensor | None) -> tuple[int, int]:
+    """Where the counts by sequence lie, and of how many numbers they are."""
+    return (0, 0) if by_sequence_N4 is None else (by_sequence_N4.data_ptr(), len(by_sequence_N4))
 
 
 def plan_call(arguments: ctypes.Structure) -> KernelCall:
@@ -366,7 +373,7 @@ def _verify_body(version: int) -> Body:
     def verify(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 20, np.int64)
+        a = carray(args, 22, np.int64)
         slot_count, lane, count, step, halves = a[2], a[3], a[14], a[15], a[19]
         slots = carray(at(a[4]), count, np.int64)
         positions = carray(at(a[5]), count, np.int64)
@@ -387,9 +394,12 @@ def _verify_body(version: int) -> Body:
                 own = lane // 2 * halves + half
                 stamps = carray(at(a[1] + own * slot_count * 32), slot_count * 4, np.int64)
                 twin = carray(at(a[1] + (own ^ 1) * slot_count * 32), slot_count * 4, np.int64)
-                checked = 0
+                checked, counted = 0, 0
                 for e in range(first, end):
                     slot = slots[e]
+                    if e > first and names[e] != names[e - 1]:
+                        count_sequence(a[20], a[21], names[e - 1], lane + half, checked - counted)
+                        counted = checked
                     if positions[e] < 0:
                         continue
                     checked += 1
@@ -438,6 +448,7 @@ def _verify_body(version: int) -> Body:
                         ring[base + 9] = stored_digest
                         ring[base + 10] = found
                         ring[base + 11] = names[e]
+                count_sequence(a[20], a[21], names[end - 1], lane + half, checked - counted)
                 fetch_add(a[13] + (lane + half) * 8, checked)
 
     return compile_body(verify)

@@ -16,10 +16,12 @@ from torch import Tensor
 from serinus.kernels.canary import ANCHOR, RING_FIELDS, Reason
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields
 from serinus.kernels.cpu.calls import KernelCall
-from serinus.kernels.cpu.scalar import at, carray, fetch_add, mix
+from serinus.kernels.cpu.canary import counts_at
+from serinus.kernels.cpu.scalar import at, carray, count_sequence, fetch_add, mix
 
 Bind = fields(
     "ticket stamps slot_count lane slots positions chains names ring ring_rows violations checked count halves"
+    " by_sequence numbers"
 )
 Chain = fields("ticket tokens out count position chain")
 _CHAIN_HASH, _POSITION = int(Reason.VERIFY_CHAIN_HASH), int(Reason.VERIFY_POSITION)
@@ -35,12 +37,14 @@ def canary_bind(
     ring_QF: Tensor,
     count_1: Tensor,
     checked_L: Tensor,
+    by_sequence_N4: Tensor | None = None,
 ) -> None:
     """Hold the hash behind the last slots that sequences read against those of the requests."""
     inputs = [t.contiguous() for t in (slots_B, positions_B, chains_B, sequences_B)]
     arguments = Bind(
         0, stamps_LS4.data_ptr(), stamps_LS4.shape[1], lane, *(t.data_ptr() for t in inputs), ring_QF.data_ptr(),
         len(ring_QF), count_1.data_ptr(), checked_L.data_ptr(), len(slots_B), len(stamps_LS4) // 2,
+        *counts_at(by_sequence_N4),
     )  # fmt: skip
     bind_call(arguments).run()
 
@@ -70,7 +74,7 @@ def _bind_body(version: int) -> Body:
     def bind(args: Any) -> None:
         if version < 0:
             return
-        a = carray(args, 14, np.int64)
+        a = carray(args, 16, np.int64)
         slot_count, lane, count, halves = a[2], a[3], a[12], a[13]
         slots = carray(at(a[4]), count, np.int64)
         positions = carray(at(a[5]), count, np.int64)
@@ -84,6 +88,7 @@ def _bind_body(version: int) -> Body:
                 if positions[b] < 0:
                     continue
                 checked += 1
+                count_sequence(a[14], a[15], names[b], lane + half, 1)
                 slot = slots[b] if 0 <= slots[b] < slot_count else 0
                 token, position, stored_hash = stamps[slot * 4], stamps[slot * 4 + 1], stamps[slot * 4 + 2]
                 behind = np.int64(mix(np.uint64(stored_hash), np.uint64(token), np.uint64(position)))

@@ -19,7 +19,7 @@ from torch import Tensor
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.canary import UNKNOWN, StampLane
 from serinus.kernels.checks import check_digest
-from serinus.kernels.contracts import CanaryOps, LayerDigest, LayerDigests, LayersKv, Watch, WrittenRows
+from serinus.kernels.contracts import CanaryOps, LayerDigest, LayerDigests, LayersKv, RingTensors, Watch, WrittenRows
 from serinus.kernels.cpu import canary as kernels
 from serinus.kernels.cpu import canary_bind, canary_lookup
 from serinus.kernels.cpu.body import address_of, thread_count
@@ -43,7 +43,7 @@ _Span = tuple[int, int]
 
 def canary_watch(
     ops: CanaryOps, table_RC: Tensor, written_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv,
-    coefficients_L22W: Tensor | None, ring: tuple[Tensor, Tensor, Tensor], stored: tuple[Tensor, Tensor, Tensor],
+    coefficients_L22W: Tensor | None, ring: RingTensors, stored: RingTensors,
     page_size: int,
 ) -> Watch:  # fmt: skip
     """A watch over one part; see the reference. `ops` is not used: this watch calls the kernels of its column.
@@ -59,8 +59,8 @@ class _CpuWatch:
 
     def __init__(
         self, table_RC: Tensor, written_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv,
-        coefficients_L22W: Tensor | None, ring: tuple[Tensor, Tensor, Tensor],
-        stored: tuple[Tensor, Tensor, Tensor], page_size: int,
+        coefficients_L22W: Tensor | None, ring: RingTensors,
+        stored: RingTensors, page_size: int,
     ) -> None:  # fmt: skip
         self._holds = (table_RC, written_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored)
         self._pools = _Pools(layers_kv, coefficients_L22W) if coefficients_L22W is not None else None
@@ -69,11 +69,14 @@ class _CpuWatch:
         stamps = (stamps_LS4.data_ptr(), stamps_LS4.shape[1])
         self._plan = kernels.Plan(0, plan[0], 0, 0, 0, 0, plan[1], page_size, stamps[1])
         self._verify, self._read_back = (
-            kernels.Verify(0, *stamps, 0, 0, 0, 0, 0, 0, 0, *_addresses(of), 0, kernels.VERIFY_STEP, 0, 0, 0, halves)
+            kernels.Verify(
+                0, *stamps, 0, 0, 0, 0, 0, 0, 0, *_addresses(of), 0, kernels.VERIFY_STEP, 0, 0, 0, halves, *_counts(of)
+            )
             for of in (ring, stored)
         )
         self._read_back.lane = _TAIL
-        self._bind = canary_bind.Bind(0, *stamps, 0, 0, 0, 0, 0, *_addresses(ring), 0, halves)
+        self._bind = canary_bind.Bind(0, *stamps, 0, 0, 0, 0, 0, *_addresses(ring), 0, halves, *_counts(ring))
+        self._by_sequence = [each.numpy() for each in ring[3:]]
         self._look = canary_lookup.Look(0, plan[0], written_RC.data_ptr(), plan[1], 0, 0, 0)
         self._find = canary_lookup.Find(0, *plan, stamps[1], 0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._write = kernels.Write(0, *stamps, 0, 0, 0, 0, 0, 0, *plan, 0, 0, 0, halves)
@@ -133,6 +136,8 @@ class _CpuWatch:
         due_7C, count = _joined(list(due))
         self._given, self.entry_count = (due_7C, bound_5B), count
         self.drop_digests()
+        for counts in self._by_sequence:
+            counts.fill(0)
         look, bind, plan, own, bound = self._look, self._bind, self._plan, self._due, bound_5B.shape[1]
         look.bound = own.bound_at if bound_5B is own.bound_5B else address_of(bound_5B)
         if bound != look.count or not look.out:
@@ -312,9 +317,14 @@ def _joined(due: list[tuple[NDArray[np.int64], int]]) -> tuple[NDArray[np.int64]
     return np.concatenate(columns, axis=1), count
 
 
-def _addresses(ring: tuple[Tensor, Tensor, Tensor]) -> tuple[int, int, int, int]:
+def _counts(ring: RingTensors) -> tuple[int, int]:
+    """Its counts by sequence, as `Verify` has them."""
+    return kernels.counts_at(ring[3] if len(ring) > 3 else None)
+
+
+def _addresses(ring: RingTensors) -> tuple[int, int, int, int]:
     """Of a ring, as `Verify` has them."""
-    rows_QF, count_1, checked_L = ring
+    rows_QF, count_1, checked_L, *_ = ring
     return rows_QF.data_ptr(), len(rows_QF), count_1.data_ptr(), checked_L.data_ptr()
 
 

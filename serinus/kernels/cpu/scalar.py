@@ -14,6 +14,8 @@ import numba.extending
 import numpy as np
 from numba import types
 
+from serinus.kernels.canary import SEQUENCES
+
 # What numba and llvmlite declare is what these are in Python; inside a kernel they mean something else.
 ir: Any = llvmlite.ir
 cgutils: Any = numba.core.cgutils
@@ -240,3 +242,11 @@ def cap_score(x: Any, cap: Any) -> Any:
 def mix(previous_hash: Any, token: Any, position: Any) -> Any:
     """The next hash of the canary's chain, of uint64 words."""
     return splitmix(previous_hash ^ splitmix(token ^ (position << np.uint64(32))))
+
+
+@inlined(fastmath=set())
+def count_sequence(by_sequence: Any, numbers: Any, name: Any, lane: Any, checked: Any) -> None:
+    """So many more entries of a sequence were looked at in a lane."""
+    number = name & (SEQUENCES - 1)
+    if number < numbers and checked > 0:
+        fetch_add(by_sequence + (number * 4 + lane) * 8, checked)

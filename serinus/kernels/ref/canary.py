@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.batch import slots_in
-from serinus.kernels.canary import ANCHOR, UNKNOWN, Reason, differing, first_lane
+from serinus.kernels.canary import ANCHOR, SEQUENCES, UNKNOWN, Reason, differing, first_lane
 from serinus.kernels.checks import check_digest
 from serinus.kernels.contracts import LayersKv, WrittenRows
 from serinus.kernels.pool_rows import rows_of
@@ -33,6 +33,7 @@ __all__ = [
     "canary_plan",
     "canary_verify",
     "canary_write",
+    "count_by_sequence",
     "digest_values",
     "mix",
     "note",
@@ -163,6 +164,7 @@ def canary_verify(
     ring_QF: Tensor,
     count_1: Tensor,
     checked_L: Tensor,
+    by_sequence_N4: Tensor | None = None,
 ) -> None:
     """Hold stamps of lanes `lane` (K) and `lane` + 1 (V) against what they should be; note what differs in the ring.
 
@@ -173,9 +175,11 @@ def canary_verify(
         previous_E: slot of the position before, 0 = chain head, UNKNOWN = its hash must be that of the other lane.
         tokens_E: expected; where UNKNOWN (None = everywhere) the token must be that of the other lane.
         digests_E2: found now, of K and V; None = these stamps have none: it must be 0.
-        sequences_E: the sequence of each entry; only noted in the ring.
+        sequences_E: the name of the sequence of each entry: noted in the ring, and counted by.
         ring_QF: int64 [Q, RING_FIELDS]; violation number n goes to row n % Q: overflow drops detail, never the count.
         count_1: int64, all violations ever. checked_L: int64, entries looked at ever, by lane.
+        by_sequence_N4: the same by the number of the sequence and lane (name % SEQUENCES; one that is not below N is
+            not counted); None = not asked for.
     Cost: 64 bytes read an entry and lane; no host wait. In which order violations of one call stand is not defined.
     """
     live_E = positions_E >= 0
@@ -199,12 +203,22 @@ def canary_verify(
         )
         reasons_E = torch.where(slots_E == 0, reasons_E | int(Reason.VERIFY_POSITION), reasons_E)
         checked_L[lane + half] += len(slots_E)
+        count_by_sequence(by_sequence_N4, lane + half, sequences_E)
         bad_V = torch.nonzero(reasons_E).flatten()
         fields = (
             torch.full_like(reasons_E, lane + half), reasons_E, slots_E, positions_E, stored_E4[:, 1], stored_E4[:, 0],
             wanted_E, stored_E4[:, 2], hashes_E, stored_E4[:, 3], found_E, sequences_E,
         )  # fmt: skip
         note(torch.stack(fields, dim=1)[bad_V], ring_QF, count_1)
+
+
+def count_by_sequence(by_sequence_N4: Tensor | None, lane: int, names_E: Tensor) -> None:
+    """One more entry looked at in a lane, for each of these names."""
+    if by_sequence_N4 is None:
+        return
+    numbers_E = names_E & (SEQUENCES - 1)
+    numbers_E = numbers_E[numbers_E < len(by_sequence_N4)]
+    by_sequence_N4[:, lane].index_add_(0, numbers_E, torch.ones_like(numbers_E))
 
 
 def note(violations_VF: Tensor, ring_QF: Tensor, count_1: Tensor) -> None:

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch, slots_in
 from serinus.kernels.canary import UNKNOWN, StampLane, packed_sums
-from serinus.kernels.contracts import CanaryOps, LayerDigest, LayerDigests, LayersKv, Watch, WatchPlan, WrittenRows
+from serinus.kernels.contracts import (
+    CanaryOps,
+    LayerDigest,
+    LayerDigests,
+    LayersKv,
+    RingTensors,
+    Watch,
+    WatchPlan,
+    WrittenRows,
+)
 from serinus.kernels.due import match_columns
 from serinus.kernels.packed import PackedFactors
 
@@ -27,7 +36,7 @@ _COMPARED = 8192
 
 def canary_watch(
     ops: CanaryOps, table_RC: Tensor, written_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv,
-    coefficients_L22W: Tensor | None, ring: tuple[Tensor, Tensor, Tensor], stored: tuple[Tensor, Tensor, Tensor],
+    coefficients_L22W: Tensor | None, ring: RingTensors, stored: RingTensors,
     page_size: int,
 ) -> Watch:  # fmt: skip
     """A watch over one part.
@@ -40,7 +49,8 @@ def canary_watch(
         stamps_LS4: its stamps, int64.
         layers_kv: its pools, in the order of the coefficients.
         coefficients_L22W: of `digest_coefficients`; None = no KV is digested.
-        ring: rows, count and checked of `canary_verify`; stored: the same of what is read back after it was stored.
+        ring: rows, count and checked of `canary_verify`, and what of a pass it counts by sequence, where asked for;
+            stored: the same of what is read back after it was stored.
         page_size: that for which `canary_due` made the plans.
     All tensors stay where they are as long as the watch is used.
     Raises:
@@ -54,8 +64,8 @@ class OpsWatch:
 
     def __init__(
         self, ops: CanaryOps, table_RC: Tensor, written_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv,
-        coefficients_L22W: Tensor | None, ring: tuple[Tensor, Tensor, Tensor],
-        stored: tuple[Tensor, Tensor, Tensor], page_size: int,
+        coefficients_L22W: Tensor | None, ring: RingTensors,
+        stored: RingTensors, page_size: int,
     ) -> None:  # fmt: skip
         self._ops, self._table_RC, self._written_RC, self._stamps_LS4 = ops, table_RC, written_RC, stamps_LS4
         self._layers_kv, self._coefficients_L22W, self._ring, self._stored, self._page_size = (
@@ -101,11 +111,17 @@ class OpsWatch:
             self._pieces.append(self._ops.canary_plan(table_RC, due_7B, count, **sizes))
             columns.append(piece + np.array([[0]] * 6 + [[self.entry_count]]))
             self.entry_count += count
+        self._begin_counts()
         self._to_bind = torch.from_numpy(bound_5B).to(device)
         self._width = 1 + int((bound_5B[3] - bound_5B[2]).max(initial=0))
         self._look_up()
         self._columns_7C = np.concatenate(columns, axis=1) if columns else np.empty((7, 0), np.int64)
         self.drop_digests()
+
+    def _begin_counts(self) -> None:
+        """Nothing of this pass is counted by sequence yet."""
+        for by_sequence_N4 in self._ring[3:]:
+            by_sequence_N4.zero_()
 
     def _look_up(self) -> None:
         """The last slots that sequences read, and all that they read beside what the leader wrote: the first entry that

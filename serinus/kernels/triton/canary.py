@@ -6,6 +6,7 @@ E = entries verified, L = layers, W = 16-bit lanes of one layer's row of one hal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serinus.kernels.canary import ANCHOR, RING_FIELDS, Reason, differing, first_lane
+from serinus.kernels.canary import ANCHOR, RING_FIELDS, SEQUENCES, Reason, differing, first_lane
 from serinus.kernels.checks import check_digest
-from serinus.kernels.contracts import LayersKv
+from serinus.kernels.contracts import LayersKv, RingTensors
 from serinus.kernels.pool_rows import page_gap, row_elements
 from serinus.kernels.triton.pool_rows import row_starts
 
@@ -102,18 +103,20 @@ def canary_verify(
     ring_QF: Tensor,
     count_1: Tensor,
     checked_L: Tensor,
+    by_sequence_N4: Tensor | None = None,
 ) -> None:
     """Hold the stamps of lanes `lane` and `lane` + 1 against what they should be."""
     entries = (slots_E.contiguous(), positions_E.contiguous(), previous_E.contiguous(), sequences_E.contiguous())
     digests = None if digests_E2 is None else digests_E2.contiguous()
+    counts = () if by_sequence_N4 is None else (by_sequence_N4,)
     verify_entries(
-        stamps_LS4, lane, entries, (ring_QF, count_1, checked_L), tokens_E=tokens_E, digests=digests,
+        stamps_LS4, lane, entries, (ring_QF, count_1, checked_L, *counts), tokens_E=tokens_E, digests=digests,
         digest_kind=0 if digests is None else 1,
     )  # fmt: skip
 
 
 def verify_entries(
-    stamps_LS4: Tensor, lane: int, entries: tuple[Tensor, ...], ring: tuple[Tensor, Tensor, Tensor], *,
+    stamps_LS4: Tensor, lane: int, entries: tuple[Tensor, ...], ring: RingTensors, *,
     tokens_E: Tensor | None = None, digests: Tensor | None = None, digest_kind: int = 0, live_1: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`canary_verify` of contiguous slots, positions, previous slots and names.
@@ -127,15 +130,20 @@ def verify_entries(
     count = len(slots_E)
     if not count:
         return
-    (ring_QF, count_1, checked_L), (first, halves) = ring, first_lane(stamps_LS4, lane)
+    (ring_QF, count_1, checked_L, *counts), (first, halves) = ring, first_lane(stamps_LS4, lane)
     _verify[(min(triton.cdiv(count, _BLOCK), _VERIFY_PROGRAMS), halves)](
         stamps_LS4, stamps_LS4.shape[1], lane, first, slots_E, positions_E, previous_E,
         slots_E if tokens_E is None else tokens_E.contiguous(), slots_E if digests is None else digests,
         digests.stride(1) if digests is not None and digest_kind == 2 else 0, names_E, ring_QF, len(ring_QF), count_1,
-        checked_L, count, slots_E if live_1 is None else live_1,
-        HAS_TOKENS=tokens_E is not None, DIGESTS=digest_kind, HAS_LIVE=live_1 is not None, FIELDS=RING_FIELDS,
-        BLOCK=_BLOCK,
+        checked_L, count, slots_E if live_1 is None else live_1, *by_sequence(counts, checked_L),
+        HAS_TOKENS=tokens_E is not None, DIGESTS=digest_kind, HAS_LIVE=live_1 is not None, COUNTS=bool(counts),
+        FIELDS=RING_FIELDS, BLOCK=_BLOCK,
     )  # fmt: skip
+
+
+def by_sequence(counts: Sequence[Tensor], other: Tensor) -> tuple[Tensor, int]:
+    """Counts by sequence as kernels take them, and of how many numbers; without any `other` is there to be named."""
+    return (counts[0], len(counts[0])) if counts else (other, 0)
 
 
 def canary_write(
@@ -166,6 +174,7 @@ def canary_write(
 _jit: Any = triton.jit
 _ANCHOR = tl.constexpr(ANCHOR)
 _POSITION = tl.constexpr(int(Reason.VERIFY_POSITION))
+_SEQUENCES = tl.constexpr(SEQUENCES)
 _differing = differing if triton.knobs.runtime.interpret else _jit(differing)
 """The interpreter calls a function as it is."""
 
@@ -252,12 +261,23 @@ def _plan(
                 tl.store(sums + i * sums_total + e, tl.zeros((BLOCK,), tl.int32), mask=live)
 
 
-@_jit(do_not_specialize=["lane", "first_lane", "count", "sums_total"])
+@_jit
+def count_sequences(by_sequence, numbers, names, lane, live):
+    """One more entry looked at in a lane, for each of these names; most of a block are of one sequence."""
+    number = names & (_SEQUENCES - 1)
+    live = live & (number < numbers)
+    first = tl.min(tl.where(live, number, _SEQUENCES - 1), 0)
+    own = live & (number == first)
+    tl.atomic_add(by_sequence + first * 4 + lane, tl.sum(own.to(tl.int64), 0), mask=first < numbers)
+    tl.atomic_add(by_sequence + number * 4 + lane, own.to(tl.int64) * 0 + 1, mask=live & (number != first))
+
+
+@_jit(do_not_specialize=["lane", "first_lane", "count", "sums_total", "numbers"])
 def _verify(
     stamps, slot_count, lane, first_lane, slots, positions, previous, tokens, digests, sums_total, sequences, ring,
-    ring_rows, violations, checked, count, live_count,
-    HAS_TOKENS: tl.constexpr, DIGESTS: tl.constexpr, HAS_LIVE: tl.constexpr, FIELDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ring_rows, violations, checked, count, live_count, by_sequence, numbers,
+    HAS_TOKENS: tl.constexpr, DIGESTS: tl.constexpr, HAS_LIVE: tl.constexpr, COUNTS: tl.constexpr,
+    FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     half = tl.program_id(1)
     own = (first_lane + half).to(tl.int64)
@@ -299,6 +319,9 @@ def _verify(
         reasons = tl.where(slot == 0, reasons | _POSITION, reasons)
         bad = live & (reasons != 0)
         tl.atomic_add(checked + lane + half, tl.sum(live.to(tl.int64), 0))
+        if COUNTS:
+            names = tl.load(sequences + e, mask=live, other=0)
+            count_sequences(by_sequence, numbers, names, lane + half, live)
         bad_count = tl.sum(bad.to(tl.int64), 0)
         if bad_count > 0:
             first = tl.atomic_add(violations, bad_count)

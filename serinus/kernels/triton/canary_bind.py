@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serinus.kernels.canary import RING_FIELDS, Reason, first_lane
-from serinus.kernels.triton.canary import mix
+from serinus.kernels.triton.canary import by_sequence, count_sequences, mix
 
 _BLOCK = 256
 
@@ -27,16 +27,18 @@ def canary_bind(
     ring_QF: Tensor,
     count_1: Tensor,
     checked_L: Tensor,
+    by_sequence_N4: Tensor | None = None,
 ) -> None:
     """Hold the hash behind the last slots that sequences read against those of the requests."""
     count = len(slots_B)
     if not count:
         return
     first, halves = first_lane(stamps_LS4, lane)
+    counts = () if by_sequence_N4 is None else (by_sequence_N4,)
     _bind[(triton.cdiv(count, _BLOCK), halves)](
         stamps_LS4, stamps_LS4.shape[1], lane, first, slots_B.contiguous(), positions_B.contiguous(),
         chains_B.contiguous(), sequences_B.contiguous(), ring_QF, len(ring_QF), count_1, checked_L, count,
-        FIELDS=RING_FIELDS, BLOCK=_BLOCK,
+        *by_sequence(counts, checked_L), COUNTS=bool(counts), FIELDS=RING_FIELDS, BLOCK=_BLOCK,
     )  # fmt: skip
 
 
@@ -44,10 +46,10 @@ _jit: Any = triton.jit
 _CHAIN_HASH, _POSITION = tl.constexpr(int(Reason.VERIFY_CHAIN_HASH)), tl.constexpr(int(Reason.VERIFY_POSITION))
 
 
-@_jit(do_not_specialize=["lane", "first_lane", "count"])
+@_jit(do_not_specialize=["lane", "first_lane", "count", "numbers"])
 def _bind(
     stamps, slot_count, lane, first_lane, slots, positions, chains, sequences, ring, ring_rows, violations, checked,
-    count, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    count, by_sequence, numbers, COUNTS: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     half = tl.program_id(1)
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -64,6 +66,8 @@ def _bind(
     wanted = tl.load(chains + b, mask=live, other=0)
     bad = live & (behind != wanted)
     tl.atomic_add(checked + lane + half, tl.sum(live.to(tl.int64), 0))
+    if COUNTS:
+        count_sequences(by_sequence, numbers, tl.load(sequences + b, mask=live, other=0), lane + half, live)
     bad_count = tl.sum(bad.to(tl.int64), 0)
     if bad_count > 0:
         first = tl.atomic_add(violations, bad_count)

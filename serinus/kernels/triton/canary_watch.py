@@ -22,7 +22,7 @@ from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.canary import UNKNOWN, StampLane
-from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, Watch, WatchPlan
+from serinus.kernels.contracts import CanaryOps, LayerDigest, LayersKv, RingTensors, Watch, WatchPlan
 from serinus.kernels.due import match_columns
 from serinus.kernels.ref.canary_watch import OpsWatch
 from serinus.kernels.triton.canary import digest_into, plan_into, verify_entries
@@ -36,7 +36,7 @@ Put = Callable[[Words], Tensor]
 
 def canary_watch(
     ops: CanaryOps, table_RC: Tensor, written_RC: Tensor, stamps_LS4: Tensor, layers_kv: LayersKv,
-    coefficients_L22W: Tensor | None, ring: tuple[Tensor, Tensor, Tensor], stored: tuple[Tensor, Tensor, Tensor],
+    coefficients_L22W: Tensor | None, ring: RingTensors, stored: RingTensors,
     page_size: int,
 ) -> Watch:  # fmt: skip
     """A watch over one part; see the reference."""
@@ -120,6 +120,7 @@ class _DeviceWatch(OpsWatch):
 
     def expand(self, due: Iterable[tuple[Words, int]], bound_5B: Words) -> None:
         device, begin = self._table_RC.device, 0
+        self._begin_counts()
         self._digested, self._reading, self._first, self._pieces = 0, None, None, []
         self._sums_P22E = torch.empty((1, 2, 2, self.entry_count), dtype=torch.int32, device=device)
         for columns_7B, count in self._now().pieces:
