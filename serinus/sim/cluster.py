@@ -25,6 +25,7 @@ from serinus.sim.network import Network
 from serinus.sim.one_sided import Fabric
 from serinus.sim.options import Cancel, Crash, Fault, Partition, Pause, Scenario, Work
 from serinus.sim.ports import SWEEP_S, Shared
+from serinus.sim.recalled import SentPages
 from serinus.sim.timeline import Timeline
 from serinus.sim.toy import expected_answer
 
@@ -104,9 +105,10 @@ class Cluster:
         self.fabric = Fabric(self.timeline, scenario.options, rng.split("fabric"))
         self.fabric.blocked = self.network.blocked
         self.shared = Shared(scenario.seed, scenario.shape.backend, self.fabric, self.timeline, rng.split("folders"))
+        self.sent = SentPages(lambda name: (self.engines[name].life, self.engines[name].cache))
         self.engines = {
             shape.name: SimEngine(
-                shape, scenario.shape, timeline=self.timeline, network=self.network, shared=self.shared,
+                shape, scenario.shape, timeline=self.timeline, network=self.network, shared=self.shared, sent=self.sent,
                 options=scenario.options, rng=rng.split(shape.name), answer=self._answer, note=self._note,
             )
             for shape in scenario.shape.engines
@@ -224,13 +226,17 @@ class Cluster:
             self._rest()
 
     def _check_cached(self) -> None:
-        """I20: no cached page is wrong that a sweep has passed, nor a stamp of one that a prompt has read since. Raises
-        Broken."""
+        """I20: no cached page is wrong that a sweep has passed, nor a stamp of one that a prompt has read since. I24:
+        what was condemned is not kept where it came from. Raises Broken."""
         for engine in self.engines.values():
             asked = [work.prompt for work in self.scenario.works if work.decode == engine.name]
             wrong = engine.wrong_pages((StampLane.TAIL_K, StampLane.TAIL_V))
             if wrong := wrong + engine.wrong_pages(tuple(StampLane), asked if self._is_last_round else ()):
                 raise Broken(f"I20: still cached, and wrong: {wrong}")
+        if self.network.peers_lost or any(isinstance(fault, Crash | Partition) for fault in self.scenario.faults):
+            return  # an engine that is not reached is not told
+        for place in self.sent.kept():
+            raise Broken(f"I24: still cached: {place}")
 
     # ---- faults -----------------------------------------------------------------------------------------------------
 

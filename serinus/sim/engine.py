@@ -49,6 +49,7 @@ from serinus.sim.pools import PoolFaults, SimPool
 from serinus.sim.ports import CheckedStore, Shared, Staging, WatchedPort, config_of
 from serinus.sim.process import SimProcess
 from serinus.sim.rank import build_sim_rank
+from serinus.sim.recalled import SentPages
 from serinus.sim.timeline import Timeline
 from serinus.sim.toy import Lanes, expected_kv
 from serinus.sim.watched import FlakyCache, PageWatch, WatchedLine, WatchedScheduler
@@ -92,14 +93,14 @@ class SimEngine:
 
     def __init__(
         self, shape: EngineShape, world: Shape, *, timeline: Timeline, network: Network, shared: Shared,
-        options: Options, rng: Rng, answer: Callable[[TokenDelta], None], note: Note,
+        sent: SentPages, options: Options, rng: Rng, answer: Callable[[TokenDelta], None], note: Note,
     ) -> None:  # fmt: skip
         self.shape, self.world = shape, world
         self.name = shape.name
         self.address = f"sim://{shape.name}"
         self.timeline, self.network = timeline, network
         self.options, self.rng = options, rng
-        self.shared, self._answer, self._note = shared, answer, note
+        self.shared, self._sent, self._answer, self._note = shared, sent, answer, note
         self.config = config_of(shape, world)
         self.pages = {Part.FULL: shape.pages, **({Part.SWA: shape.swa_pages} if world.window else {})}
         self.pages |= {Part.LATENT: shape.pages} if "L" in world.slides else {}
@@ -155,10 +156,12 @@ class SimEngine:
         )  # fmt: skip
         self.built = lead(parts, self.line, self.timeline, self._make_handoffs, backends=self.ends[0], kinds=kinds)
         self.engine, self.canary = self.built.engine, self.built.engine.canary
+        if self.canary is not None:
+            self._sent.watch(self.name, self.canary, self.cache)
 
     def _make_cache(self, geometry: CacheGeometry, **more: Any) -> FlakyCache:
         self.cache = FlakyCache(replace(geometry, read_batch_pages=2), **more)
-        self.cache.refuse = self._refuses
+        self.cache.refuse, self.cache.traced = self._refuses, self._sent.traced
         return self.cache
 
     def _make_scheduler(

@@ -11,7 +11,7 @@ deadline has come before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from serinus.cache import Pages, PrefixCache
 from serinus.cache.node import Tier
-from serinus.core.handoff import HandoffSpec, Reservation
+from serinus.core.handoff import HandoffSpec, PageTrace, Reservation
 from serinus.core.parts import Part
 from serinus.core.plan import StepPlan
 from serinus.core.request import Request, TokenDelta
@@ -37,6 +37,13 @@ class FlakyCache(PrefixCache):
     """A cache that sometimes has no room, though it has."""
 
     refuse: Callable[[], bool] = staticmethod(lambda: False)
+    traced: Callable[[Sequence[PageTrace]], None] = staticmethod(lambda traces: None)
+    """Told of pages that a handoff has filled, or been sent."""
+
+    def trace(self, traces: Iterable[PageTrace]) -> None:
+        traces = tuple(traces)
+        self.traced(traces)
+        super().trace(traces)
 
     def allocate(self, rid: str, *args: Any, **more: Any) -> tuple[Pages, ...] | None:
         return None if self.refuse() else super().allocate(rid, *args, **more)

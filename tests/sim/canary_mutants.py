@@ -10,7 +10,7 @@ from serinus.canary import Verdict
 from serinus.core.config import ServeConfig
 from serinus.core.parts import Part
 from serinus.sim import Scenario, draw
-from serinus.sim.options import DAMAGES
+from serinus.sim.options import DAMAGES, Crash, Partition
 from tests.sim.hunting import mutant, replaced
 
 __all__ = ["damaged", "sound"]
@@ -43,6 +43,13 @@ def copied(seed: int) -> Scenario:
         for engine in scenario.shape.engines
     )
     return _only(replace(scenario, shape=replace(scenario.shape, engines=engines)), host=0.5)
+
+
+def sent(seed: int) -> Scenario:
+    """A damaged world in which engines reach each other all the time."""
+    scenario = draw(seed, canary="damaged")
+    kept = tuple(fault for fault in scenario.faults if not isinstance(fault, Crash | Partition))
+    return replace(scenario, faults=kept)
 
 
 def _only(scenario: Scenario, **damage: float) -> Scenario:
@@ -168,4 +175,22 @@ def leaves_alone() -> Iterator[None]:
         return original(due, reads_6B, page_size, window)
 
     with replaced(rank, "due_pages", due_pages):
+        yield
+
+
+@mutant("what a peer condemned is not condemned here", world=sent, says="I24")
+def recalls_ignored() -> Iterator[None]:
+    """It is told, and stays in the cache of the engine that sent it."""
+    from serinus.canary.recalls import Recalls
+
+    with replaced(Recalls, "heard", lambda self, finding: ([], [])):
+        yield
+
+
+@mutant("no peer is told what was condemned", world=sent, says="I24")
+def recalls_not_told() -> Iterator[None]:
+    """The engine that sent it goes on with it."""
+    from serinus.canary.recalls import Recalls
+
+    with replaced(Recalls, "told", lambda self, violation, condemned: []):
         yield
