@@ -139,6 +139,8 @@ class Cluster:
         self.busy_steps = self.busy_frames = 0
         self.counts: Counter[str] = Counter()
         self._healed_at = 0.0
+        self._short = ""
+        """The first receipt that is short; told at the end, as what it stands for is the worse finding."""
         self._is_last_round = False
 
     # ---- router and clients -----------------------------------------------------------------------------------------
@@ -184,7 +186,8 @@ class Cluster:
     def _check_end(self, client: SimClient, delta: TokenDelta) -> None:
         receipt = None if delta.usage is None else delta.usage.kv_integrity
         if receipt is not None and receipt.slots_checked != receipt.slots_due:
-            raise Broken(f"I23: of {receipt.slots_due} slots due for {delta.rid}, {receipt.slots_checked} were checked")
+            of = f"of {receipt.slots_due} slots due for {delta.rid}"
+            self._short = self._short or f"I23: {of}, {receipt.slots_checked} were checked"
         whole = client.tokens == client.expected
         if delta.finish is not FinishReason.ERROR and client.tokens != client.expected[: len(client.tokens)]:
             raise Broken(f"I6: {delta.rid} ended ({delta.finish}) with {client.tokens}, expected {client.expected}")
@@ -406,6 +409,8 @@ class Cluster:
         if not self.quiet:
             raise Broken(f"I10: not at rest any more: {self.unrest()}")
         self.check_failures()
+        if self._short:
+            raise Broken(self._short)
         for engine in self.engines.values():
             engine.scheduler.sanity_check()
             self._check_pages(engine)

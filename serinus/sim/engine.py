@@ -346,7 +346,7 @@ class SimEngine:
 
     def wrong_pages(self, lanes: Sequence[StampLane], prompts: Sequence[tuple[int, ...]] | None = None) -> list[str]:
         """Cached pages of the device, in words: those with KV, or stamps in some lanes, that are not of their tokens.
-        `prompts`: only pages that a hit of one of these reads."""
+        `prompts`: only pages that a hit of one of these reads, and of sliding ones the stamps in its window."""
         size, found = self.shape.page_size, list[str]()
         for node in self.cache.tree.nodes():
             path = [node]
@@ -355,6 +355,7 @@ class SimEngine:
             tokens = np.frombuffer(b"".join(each.tokens for each in reversed(path[:-1])), np.int32)
             for part in self.pages:
                 pages = node.device[part] if part < len(node.device) else ()
+                unread = 0 if prompts is None or part is not Part.SWA else max(0, size + 1 - self.world.window)
                 for at, page in enumerate(pages):
                     first = node.start + at * size
                     path_tokens = tuple(tokens[: first + size].tolist())
@@ -371,7 +372,7 @@ class SimEngine:
                         those = [at for at, lane in enumerate(stamp_lanes(part)) if lane in lanes]
                         stamps = pool.stamps_LS4[those, slots, :2].numpy()
                         own = np.stack((tokens[span], np.arange(span.start, span.stop)), axis=1)
-                        if (kv.read(np.arange(slots.start, slots.stop)) != words).any() or (stamps != own).any():
+                        if (kv.read(np.arange(slots.start, slots.stop)) != words).any() or (stamps != own)[:, unread:].any():
                             found.append(f"{part.name} page {page} (position {first}) on rank {number} of {self.name}")
         return found
 
