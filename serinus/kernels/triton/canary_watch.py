@@ -47,6 +47,8 @@ def canary_watch(
 class _Staged:
     """What one pass reads, on the device."""
 
+    sequence_count: int
+    """Of the whole pass. Attention over fewer is that above the last layer, be it the only one of its part here."""
     pieces: list[tuple[Tensor, int]]
     """Columns of a plan, the last of which has no entries and begins behind all others; and the entries that there is
     room for."""
@@ -64,8 +66,6 @@ class _DeviceWatch(OpsWatch):
 
     is_staged = True
     _staged: _Staged | None = None
-    _first: AttentionBatch | None = None
-    """The batch of this pass that was asked about first."""
 
     def has_room(self, room: int, entry_count: int) -> bool:
         return entry_count <= self._room_of(room)
@@ -97,6 +97,7 @@ class _DeviceWatch(OpsWatch):
             due_7D = _filled(due_7D, plan.sets * room, 5, 1)
         np.maximum(due_7D[5], 1, out=due_7D[5])  # a kernel may divide by the stride of a column without pages
         self._staged = _Staged(
+            sequence_count=len(rows_B),
             pieces=[(put(columns_7B), count) for columns_7B, count in pieces],
             bound_5B=put(bound_5B),
             names_T=put(names_T),
@@ -121,7 +122,7 @@ class _DeviceWatch(OpsWatch):
     def expand(self, due: Iterable[tuple[Words, int]], bound_5B: Words) -> None:
         device, begin = self._table_RC.device, 0
         self._begin_counts()
-        self._digested, self._reading, self._first, self._pieces = 0, None, None, []
+        self._digested, self._reading, self._pieces = 0, None, []
         self._sums_P22E = torch.empty((1, 2, 2, self.entry_count), dtype=torch.int32, device=device)
         for columns_7B, count in self._now().pieces:
             out_4E = torch.empty((4, count), dtype=torch.int64, device=device)
@@ -188,18 +189,13 @@ class _DeviceWatch(OpsWatch):
         if not self._factors or not self.entry_count:
             return None
         self._digest_to(layer)
-        self._first = self._first or batch
         staged = self._now()
         due_7D = staged.due_7D
-        if batch is not self._first:
-            assert staged.chosen is not None, "kernels: attention reads a second batch that was not staged"
+        if batch.sequence_count != staged.sequence_count:
+            assert staged.chosen is not None, "kernels: attention reads a batch that was not staged"
             due_7D, left_E = staged.chosen
             self._digest_entries(layer, left_E)
         return self._digest_of(layer, due_7D)
-
-    def drop_digests(self) -> None:
-        super().drop_digests()
-        self._first = None
 
     def stand(
         self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor, q_starts_B1: Tensor, rows_B: Tensor,
