@@ -38,6 +38,8 @@ SIZE = MODELS[MODEL]["head_dim"]
 BATCH, CONTEXT, SHORT, LONG = 64, 1024, 16, 80
 OP_PAGES = 64
 """Pages of one copy: 151 MB."""
+UNDER_WAY = 8
+"""Copies of each direction beside a decode: each begins behind the steps that were queued when it was asked for."""
 WAYS = {"out": (MoveKind.BACKUP,), "in": (MoveKind.LOAD,), "both": (MoveKind.BACKUP, MoveKind.LOAD)}
 
 
@@ -98,14 +100,14 @@ class Traffic:
         return best
 
     def run(self, kinds: tuple[MoveKind, ...], stop: threading.Event) -> None:
-        """Two copies of each direction under way until told to stop; then `moved` bytes each way in `seconds`."""
+        """UNDER_WAY copies of each direction until told to stop; then `moved` bytes each way in `seconds`."""
         begin, at, half = CLOCK.now(), 0, len(self.pages) // len(kinds)
         open_ops: list[list[int]] = []
         self.moved, self.seconds = 0, 0.0
         while not stop.is_set():
             open_ops.append([self.submit(kind, i * half + at % half, OP_PAGES) for i, kind in enumerate(kinds)])
             at += OP_PAGES
-            if len(open_ops) > 2:
+            if len(open_ops) > UNDER_WAY:
                 self._end(open_ops.pop(0))
         for ops in open_ops:
             self._end(ops)

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ _GROUP_BYTES = 1 << 18
 _ROW_BYTES = 1 << 19
 """...and on an accelerator of at least so many bytes of each page: each is a transfer, microseconds to queue."""
 _BACKUP_BYTES = 1 << 24
-"""A backup looks after so many bytes whether a load is waiting."""
+"""A backup on the CPU looks after so many bytes whether a load is waiting."""
 
 
 @dataclass(eq=False, slots=True)
@@ -93,9 +94,10 @@ class Mover:
         self._open: dict[int, _Copy] = {}
         self._ended: list[_Copy] = []
         self._submitted = 0
-        self._backing_up = 0
-        self._backups_max = 1 if self._on_cpu else 2
-        """At a time, on an accelerator: the next one is queued while the first is copied; other workers do loads."""
+        self._under_way = dict.fromkeys(MoveKind, 0)
+        self._under_way_max = 1 if self._on_cpu else 2
+        """Of each direction at a time. On an accelerator the next one is queued while the first is copied, and neither
+        direction takes all workers."""
         self._closed = False
         self._workers: Workers = workers or ThreadWorkers("serinus-mover", 1 if self._on_cpu else 4)
         self._workers.start(self._take, torch.inference_mode)
@@ -178,13 +180,11 @@ class Mover:
 
     def _take(self) -> Task | None:
         """Loads go before backups. With the lock held."""
-        if self._loads:
-            load = self._loads.popleft()
-            return lambda: self._carry(load)
-        if self._backups and self._backing_up < self._backups_max:
-            self._backing_up += 1
-            backup = self._backups.popleft()
-            return lambda: self._carry(backup)
+        for waiting in (self._loads, self._backups):
+            if waiting and self._under_way[waiting[0].kind] < self._under_way_max:
+                copy = waiting.popleft()
+                self._under_way[copy.kind] += 1
+                return partial(self._carry, copy)
         return None
 
     def _carry(self, copy: _Copy) -> None:
@@ -202,7 +202,7 @@ class Mover:
                 op=copy.op, ok=not error, error=error, seconds=seconds, byte_count=0 if error else moved
             )
             copy.layers = self._layer_count
-            self._backing_up -= copy.kind is MoveKind.BACKUP
+            self._under_way[copy.kind] -= 1
             del self._open[copy.op]
             self._ended.append(copy)
             self._workers.notify()
@@ -247,7 +247,7 @@ class Mover:
     def _back_up(self, copy: _Copy) -> None:
         for move in copy.moves:
             host = self._host[move.part]
-            step = max(1, _BACKUP_BYTES // max(1, host.page_bytes))
+            step = max(1, len(move.source) if copy.fence is not None else _BACKUP_BYTES // max(1, host.page_bytes))
             for at in range(0, len(move.source), step):
                 if copy.fence is None:
                     self._loads_first()
@@ -260,6 +260,7 @@ class Mover:
                 if not self._loads:
                     return
                 load = self._loads.popleft()
+                self._under_way[load.kind] += 1
             self._carry(load)
 
 

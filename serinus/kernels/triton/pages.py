@@ -17,7 +17,7 @@ from torch import Tensor
 
 from serinus.kernels.checks import check_pages
 from serinus.kernels.contracts import LayersKv
-from serinus.kernels.triton.pinned import sent
+from serinus.kernels.triton.pinned import read_in_place, sent
 
 _BLOCK = 1024
 _UNITS = {8: torch.int64, 2: torch.int16, 1: torch.int8}
@@ -76,7 +76,14 @@ def move_pages(
     unit = next(unit for unit in _UNITS if not any(each % unit for each in odd))
     device = bytes_RY.device
     table_3L = _table(tuple(lane.data_ptr() for lane in lanes), widths, unit, device)
-    pages_G = sent(pages_G, device) if pages_G.device != device else pages_G
+    with read_in_place(pages_G, device) as ids_G:
+        _start(lanes, table_3L, ids_G, bytes_RY, rows_G, widths, unit, outward=outward)
+
+
+def _start(
+    lanes: Sequence[Tensor], table_3L: Tensor, pages_G: Tensor, bytes_RY: Tensor, rows_G: Tensor | None,
+    widths: tuple[int, ...], unit: int, *, outward: bool,
+) -> None:  # fmt: skip
     _move[(len(pages_G), len(lanes), triton.cdiv(max(widths) // unit, _BLOCK))](
         table_3L, len(lanes), pages_G, pages_G if rows_G is None else rows_G, bytes_RY.view(torch.uint8),
         bytes_RY.stride(0) // unit, UNIT=unit, OUTWARD=outward, HAS_ROWS=rows_G is not None, BLOCK=_BLOCK,
