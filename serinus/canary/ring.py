@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.core.parts import Part
-from serinus.kernels import RING_FIELDS, StampLane
+from serinus.kernels import RING_FIELDS, StampLane, carry_words
 
 _COUNTS: Final = 1 + len(StampLane)
 """Of a ring: its violations, and what was checked in each lane."""
@@ -49,7 +49,7 @@ class MarkedCounts:
             self._words_W = words_W.clone()
             return
         self._words_W = torch.empty(words_W.shape, dtype=torch.int64, pin_memory=True)
-        self._words_W.copy_(words_W, non_blocking=True)
+        carry_words(self._words_W, words_W)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()
 

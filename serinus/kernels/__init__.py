@@ -29,6 +29,7 @@ from serinus.kernels.quantized import QuantizedWeight
 from serinus.kernels.ref.canary import digest_values
 from serinus.kernels.ref.watched_attention import GatheredRows
 from serinus.kernels.registry import COLUMNS, Kernels, load, warm
+from serinus.kernels.words import carry_words
 
 __all__ = [
     "COLUMNS",
@@ -56,6 +57,7 @@ __all__ = [
     "Watch",
     "WatchPlan",
     "WrittenRows",
+    "carry_words",
     "collapse_to_huge_pages",
     "digest_values",
     "load",

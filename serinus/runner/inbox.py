@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from serinus.kernels import carry_words
+
 _LINE: Final = 16
 """Words from one array to the next at least: kernels see addresses of whole 128 bytes, whatever lies before."""
 _KEPT: Final = 1024
@@ -59,5 +61,5 @@ class Inbox:
     def send(self) -> None:
         """Queue the copy of all that was put. No wait."""
         if self._sent is not None and self._used:
-            self._there_W[: self._used].copy_(self._host_W[: self._used], non_blocking=True)
+            carry_words(self._there_W[: self._used], self._host_W[: self._used])
             self._sent.record()

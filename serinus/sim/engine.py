@@ -372,7 +372,8 @@ class SimEngine:
                         those = [at for at, lane in enumerate(stamp_lanes(part)) if lane in lanes]
                         stamps = pool.stamps_LS4[those, slots, :2].numpy()
                         own = np.stack((tokens[span], np.arange(span.start, span.stop)), axis=1)
-                        if (kv.read(np.arange(slots.start, slots.stop)) != words).any() or (stamps != own)[:, unread:].any():
+                        odd = (stamps != own)[:, unread:].any()
+                        if odd or (kv.read(np.arange(slots.start, slots.stop)) != words).any():
                             found.append(f"{part.name} page {page} (position {first}) on rank {number} of {self.name}")
         return found
 
