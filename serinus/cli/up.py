@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ _LOOK_PAUSE_S = 0.05
 """Between two looks at an engine that has just said it is ready."""
 _STEADY_S = 60.0
 """An engine that lived this long starts with the first pause again."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +49,8 @@ class Member:
     """One engine of the group."""
 
     config: ServeConfig
+    gpus: tuple[int, ...]
+    """Those of its ranks, before all others that it may read; empty = as this process sees them."""
     process: asyncio.subprocess.Process | None = None
     report: dict[str, Any] = field(default_factory=dict)
     """What it said when it was ready."""
@@ -70,8 +73,35 @@ def members(config: UpConfig) -> list[Member]:
     for role, port in zip(roles, free_ports(len(roles)), strict=True):
         number = sum(member.config.role == role for member in group)
         name = f"{role}-{number}"
-        group.append(Member(config=config.engine(role=role, name=name, port=port, threads=threads)))
+        gpus = visible_gpus(config, role, number)
+        group.append(Member(config=config.engine(role=role, name=name, port=port, threads=threads), gpus=gpus))
     return group
+
+
+def visible_gpus(config: UpConfig, role: str, number: int) -> tuple[int, ...]:
+    """GPUs in the order in which one engine sees them: its own, then those of the others, whose memory it may read;
+    empty = no flag names any."""
+    if not (config.up.gpus_of("prefill") or config.up.gpus_of("decode")):
+        return ()
+    roles = {"prefill": config.up.prefill, "decode": config.up.decode}
+    others = {gpu for other, count in roles.items() for n in range(count) for gpu in config.gpus_of(other, n)}
+    own = config.gpus_of(role, number)
+    return (*own, *sorted(others - {*own}))
+
+
+def gpu_env(gpus: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an engine that sees these GPUs; numbers are those of CUDA_VISIBLE_DEVICES where it is set.
+
+    Raises ConfigError: that names fewer.
+    """
+    seen = [word for word in environment.get(_VISIBLE, "").split(",") if word]
+    if not gpus:
+        return dict(environment)
+    if seen and max(gpus) >= len(seen):
+        raise ConfigError(
+            f"config: GPU {max(gpus)} of {_VISIBLE}={','.join(seen)} is named, expected below {len(seen)}"
+        )
+    return {**environment, _VISIBLE: ",".join(seen[gpu] if seen else str(gpu) for gpu in gpus)}
 
 
 def run(command: Command, words: Sequence[str]) -> int:
@@ -110,8 +140,9 @@ def run(command: Command, words: Sequence[str]) -> int:
 
 
 def _check(member: Member) -> None:
-    """Refuse ranks or planned faults that this engine's role or model cannot have. Raises ConfigError."""
+    """Refuse ranks, GPUs or planned faults that this engine's role or model cannot have. Raises ConfigError."""
     try:
+        gpu_env(member.gpus, threads_env(1))
         check_shape(member.config)
     except ConfigError as err:
         raise ConfigError(f"{err} (of {member.name})") from err
@@ -189,7 +220,7 @@ class _Group:
         member.report = {}
         member.process = await asyncio.create_subprocess_exec(
             *server_words("serve", write_end),
-            env=threads_env(member.config.kernels.threads or 1),
+            env=gpu_env(member.gpus, threads_env(member.config.kernels.threads or 1)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

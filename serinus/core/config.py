@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -165,6 +166,7 @@ class UpConfig(EngineConfig):
                 if role == "prefill" and not self.up.prefill:
                     raise ConfigError(f"config: {setting.flag} is {value!r} with --prefill 0, expected prefill engines")
             if getattr(self.up, role):
+                self.gpus_of(role, 0)
                 self.engine(role=role, name=role, port=0, threads=1)
             self.ray.between(role, getattr(self.up, role))
 
@@ -191,8 +193,20 @@ class UpConfig(EngineConfig):
         own = "prefill" if role == "prefill" else "decode"
         if "mem_fraction_static" in getattr(self, own):
             sharers = [own]
-        count = sum(getattr(self.up, sharer) for sharer in sharers)
+        of = {other: [self.gpus_of(other, number) for number in range(getattr(self.up, other))] for other in sharers}
+        taken = Counter(gpu for engines in of.values() for gpus in engines for gpu in gpus)
+        count = max(taken[gpu] for gpus in of[own] for gpu in gpus)
         return replace(memory, mem_fraction_static=memory.mem_fraction_static / count)
+
+    def gpus_of(self, role: str, number: int) -> tuple[int, ...]:
+        """Of each rank of one engine, the number of its GPU. Raises ConfigError: fewer are named than it has ranks."""
+        size, named = self.ranks_of(role).size, self.up.gpus_of(role)
+        if not named:
+            return tuple(range(size))
+        if len(named) < size:
+            flag = f"--{'prefill' if role == 'prefill' else 'decode'}-gpus"
+            raise ConfigError(f"config: {flag} names {len(named)} GPUs, expected one for each of {size} ranks")
+        return tuple(named[(number * size + rank) % len(named)] for rank in range(size))
 
     def _of_role(self, group: _GroupT, role: str) -> _GroupT:
         given = self.prefill if role == "prefill" else self.decode

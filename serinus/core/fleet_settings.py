@@ -43,6 +43,15 @@ def _policy() -> Any:
     )
 
 
+def _gpus(role: str) -> Any:
+    return setting(
+        "",
+        f"GPUs of this machine that ranks of {role} engines take, by number: each engine those behind the one before"
+        " it, and from the first again when all are taken; default: each engine those from 0 on",
+        metavar="N,N,...",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpSettings:
     """How many engines of which kind on this machine."""
@@ -50,11 +59,24 @@ class UpSettings:
     prefill: int = setting(1, "prefill engines; 0 = every engine does both", low=0, high=64, metavar="P")
     decode: int = setting(1, "decode engines", low=1, high=64, metavar="D")
     no_restart: bool = setting(False, "do not restart an engine that died")
+    prefill_gpus: str = _gpus("prefill")
+    decode_gpus: str = _gpus("decode")
     policy: str = _policy()
     ready_s_max: float = setting(300.0, "seconds all engines may take to be ready", flag="--ready-timeout", low=1)
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self.gpus_of("prefill")
+        self.gpus_of("decode")
+
+    def gpus_of(self, role: str) -> tuple[int, ...]:
+        """The GPUs of engines of this role (all but prefill: decode's); empty = not said. Raises ConfigError."""
+        role = "prefill" if role == "prefill" else "decode"
+        given = self.prefill_gpus if role == "prefill" else self.decode_gpus
+        words = [word.strip() for word in given.split(",")] if given else []
+        if not all(word.isascii() and word.isdigit() for word in words) or len({*map(int, words)}) < len(words):
+            raise ConfigError(f"config: --{role}-gpus is {given!r}, expected different numbers, e.g. 0,1")
+        return tuple(map(int, words))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

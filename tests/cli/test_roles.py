@@ -12,8 +12,9 @@ import pytest
 from serinus.cli import main, read_config
 from serinus.cli.main import COMMANDS
 from serinus.cli.parser import add_settings, make_parser
-from serinus.cli.up import members
+from serinus.cli.up import gpu_env, members
 from serinus.core.config import ServeConfig, UpConfig, settings_in
+from serinus.core.errors import ConfigError
 from serinus.models.small_checkpoints import make_toy
 
 UP = next(command for command in COMMANDS if command.name == "up")
@@ -94,6 +95,35 @@ def test_engines_of_one_device_share_a_fraction_of_its_memory(words: str, prefil
     """What was given for a role is shared among its engines."""
     got = by_engine(f"--decode 2 {words}", lambda c: c.memory.mem_fraction_static)
     assert got == {"prefill-0": pytest.approx(prefill), "decode-0": pytest.approx(decode), "decode-1": got["decode-0"]}
+
+
+def test_engines_take_the_gpus_of_their_role_in_turn_and_see_those_of_the_others_behind_them() -> None:
+    def found(words: str) -> dict[str, tuple[tuple[int, ...], float | None]]:
+        parser = make_parser(UP)
+        add_settings(parser, UpConfig, positional_model=True)
+        config, _ = read_config(UpConfig, parser, ["m", "--mem-fraction-static", "0.8", *words.split()])
+        shares = (ServeConfig.from_json(each.config.to_json()).memory.mem_fraction_static for each in members(config))
+        return {each.name: (each.gpus, share) for each, share in zip(members(config), shares, strict=True)}
+
+    assert {gpus for gpus, _ in found("--decode 2").values()} == {()}
+    assert found("--decode 2 --prefill-gpus 0 --decode-gpus 1,2") == {
+        "prefill-0": ((0, 1, 2), 0.8), "decode-0": ((1, 0, 2), 0.8), "decode-1": ((2, 0, 1), 0.8),
+    }  # fmt: skip
+    assert found("--prefill-tp-size 2 --prefill-gpus 0,1 --decode-gpus 1") == {
+        "prefill-0": ((0, 1), 0.4), "decode-0": ((1, 0), 0.4),
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="--decode-gpus names 1 GPUs, expected one for each of 2 ranks"):
+        found("--decode-tp-size 2 --decode-gpus 1")
+    with pytest.raises(ConfigError, match="--prefill-gpus is '0,0', expected different numbers"):
+        found("--prefill-gpus 0,0")
+
+
+def test_numbers_of_gpus_are_those_that_the_environment_leaves() -> None:
+    assert gpu_env((1, 0), {"A": "b"}) == {"A": "b", "CUDA_VISIBLE_DEVICES": "1,0"}
+    assert gpu_env((1, 0), {"CUDA_VISIBLE_DEVICES": "5,GPU-7"})["CUDA_VISIBLE_DEVICES"] == "GPU-7,5"
+    assert gpu_env((), {"CUDA_VISIBLE_DEVICES": "5"}) == {"CUDA_VISIBLE_DEVICES": "5"}
+    with pytest.raises(ConfigError, match="GPU 1 of CUDA_VISIBLE_DEVICES=5 is named, expected below 1"):
+        gpu_env((1,), {"CUDA_VISIBLE_DEVICES": "5"})
 
 
 def test_engines_that_do_both_have_their_own_device_too() -> None:

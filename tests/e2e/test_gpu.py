@@ -93,3 +93,36 @@ def test_engines_on_the_gpu_and_on_the_cpu_hand_over_to_each_other(checkpoint: s
         idle(server.url)
         assert metric(server.url, "kv_canary_violations_total") == 0
         assert metric(server.url, "num_transfer_failed_reqs_total") == 0
+
+
+SHAPES = {
+    "one and one": ("1", "1", "1", "1", "0", "1", "auto", "cuda_ipc"),
+    "two slices and one": ("2", "1", "1", "1", "0,1", "1", "auto", "shm"),
+    "one and two slices": ("1", "1", "2", "1", "0", "0,1", "auto", "shm"),
+    "two stages and two slices": ("1", "2", "2", "1", "0,1", "0,1", "auto", "shm"),
+    "two slices each": ("2", "1", "2", "1", "0,1", "1,0", "cuda_ipc", "cuda_ipc"),
+}
+"""TP and PP of prefill and of decode, the GPUs of both, the backend asked for, the backend that is taken."""
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ranks_on_two_gpus_hand_over_to_each_other(checkpoint: str, shape: str) -> None:
+    tp, pp, decode_tp, decode_pp, gpus, decode_gpus, asked, taken = SHAPES[shape]
+    prompts = mixed_prompts(24, VOCAB, seed=15)
+    with Server("serve", checkpoint, *SETTINGS, "--dtype", "float32", timeout_s=240) as alone:
+        expected = [answer["output_ids"] for answer in generate_all(alone.url, prompts)]
+    words = (
+        "--prefill", "1", "--decode", "1", *SETTINGS, "--dtype", "float32", "--prefill-gpus", gpus,
+        "--decode-gpus", decode_gpus, "--prefill-tp-size", tp, "--prefill-pp-size", pp, "--decode-tp-size", decode_tp,
+        "--decode-pp-size", decode_pp, "--disaggregation-transfer-backend", asked,
+    )  # fmt: skip
+    with Server("up", checkpoint, *words, timeout_s=240) as server:
+        answers = generate_all(server.url, prompts)
+        assert [answer["output_ids"] for answer in answers] == expected
+        handed = [answer["meta_info"] for answer in answers if answer["meta_info"]["handoff_tokens"]]
+        assert len(handed) >= 8, server.output
+        assert {info["handoff_backend"] for info in handed} == {taken}
+        idle(server.url)
+        assert metric(server.url, "kv_canary_violations_total") == 0
+        assert metric(server.url, "num_transfer_failed_reqs_total") == 0
