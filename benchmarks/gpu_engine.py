@@ -5,9 +5,10 @@ A decode step is the difference of two runs on prompts that are cached: of 80 an
 weights and KV at the read rate of the card; ceiling of prefill: its products at the rate of a large one.
 
     python -m benchmarks.gpu_engine [--model qwen3-8b] [--canary none rotating:16 full] [--batch 1 16 64 256] [--eager]
-        [--wait]
+        [--wait] [--tp-size 2] [--pp-size 2]
 
-Of a mixture the floor counts the experts that so many tokens hit if they choose at random, the ceiling those of one.
+Of several ranks the floor is a rank's part. Of a mixture the floor counts the experts that so many tokens hit if they
+choose at random, the ceiling those of one.
 """
 
 from __future__ import annotations
@@ -125,11 +126,12 @@ def measure(llm: LLM, batches: list[int], said: dict[str, Any], card: dict[str, 
         return [[rng.randrange(10, spec.vocab_size) for _ in range(length)] for _ in range(count)]
 
     run(prompts_of(4, 1024), 2)
-    prompts, tokens = prompts_of(64, 1024), 64 * 1024
-    took = seconds(partial(run, prompts, 1))
+    tokens, ranks = 64 * 1024, said["tp"] * said["pp"]
+    times = [seconds(partial(run, prompts_of(64, 1024), 1)) for _ in range(2)]
+    took = min(times)
     emit(
-        "gpu_engine_prefill", **said, tokens=tokens, tok_s=round(tokens / took),
-        ceiling_tok_s=round(card["tflop_s"] * 1e12 / read_bytes(spec, 2)), card=card,
+        "gpu_engine_prefill", **said, tokens=tokens, tok_s=round(tokens / took), times=times,
+        ceiling_tok_s=round(ranks * card["tflop_s"] * 1e12 / read_bytes(spec, 2)), card=card,
     )  # fmt: skip
     for batch in batches:
         prompts = prompts_of(batch, CONTEXTS[batch])
@@ -137,7 +139,7 @@ def measure(llm: LLM, batches: list[int], said: dict[str, Any], card: dict[str, 
         short, long = (min(seconds(partial(run, prompts, n)) for _ in range(2)) for n in (SHORT, LONG))
         step_ms = (long - short) / (LONG - SHORT) * 1e3
         context = CONTEXTS[batch] + (SHORT + LONG) / 2
-        floor_ms = (read_bytes(spec, 2, batch) + batch * kv_bytes(spec, context)) / card["read_tb_s"] / 1e9
+        floor_ms = (read_bytes(spec, 2, batch) + batch * kv_bytes(spec, context)) / card["read_tb_s"] / 1e9 / ranks
         emit(
             "gpu_engine_decode", **said, batch=batch, context=context, step_ms=round(step_ms, 3),
             floor_ms=round(floor_ms, 3), share=round(floor_ms / step_ms, 3), tok_s=round(batch / step_ms * 1e3),
@@ -152,6 +154,8 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[*CONTEXTS], choices=[*CONTEXTS])
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--wait", action="store_true", help="each step begins when the one before it was read")
+    parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--pp-size", type=int, default=1)
     arguments = parser.parse_args()
     card = {name: round(rate, 2) for name, rate in rates().items()}
     torch.cuda.empty_cache()
@@ -171,11 +175,17 @@ def run(path: str, canary: str, arguments: argparse.Namespace, card: dict[str, f
     begin = CLOCK.now()
     with LLM(
         path, load_format="dummy", skip_tokenizer_init=True, device="cuda", dtype="bfloat16",
-        max_running_requests=256, chunked_prefill_size=8192, max_total_tokens=400_000,
-        disable_cuda_graph=arguments.eager, disable_overlap_schedule=arguments.wait, **settings,
+        max_running_requests=256, chunked_prefill_size=8192, max_total_tokens=240_000,
+        disable_cuda_graph=arguments.eager, disable_overlap_schedule=arguments.wait,
+        tp_size=arguments.tp_size, pp_size=arguments.pp_size, cuda_graph_max_bs=256, **settings,
     ) as llm:  # fmt: skip
         said = {"model": arguments.model, "canary": canary, "graphs": not arguments.eager}
-        said |= {"overlap": not arguments.wait, "gpu": torch.cuda.get_device_name()}
+        said |= {
+            "tp": arguments.tp_size,
+            "pp": arguments.pp_size,
+            "overlap": not arguments.wait,
+            "gpu": torch.cuda.get_device_name(),
+        }
         phases = {name: round(spent, 2) for name, spent in llm._built.seconds.items()}
         said |= {"start_s": round(CLOCK.now() - begin, 1), "phases": phases}
         measure(llm, arguments.batch, said, card)

@@ -1,7 +1,7 @@
 """KV from one process to another on one GPU, by backend cuda_ipc: GB/s of a pull beside a copy on the same card, and
 what handing a prompt over takes beside computing it. One JSON line each.
 
-    python -m benchmarks.gpu_handoff [--tokens 2000] [--rounds 30] [--no-engine]      (from the top; a GPU with 48 GB)
+    python -m benchmarks.gpu_handoff [--tokens 2000] [--rounds 30] [--no-engine] [--two-gpus]  (48 GB)
 
 Real ports, machines and pools of the shape of Qwen3-8B in two processes (handoff_pair.py). GB/s are bytes that were
 moved, each read once and written once: of the pull, with its sums, and in turns of a plain copy of as many bytes; one
@@ -67,21 +67,23 @@ def puller(pair: Pair, count: int = 1) -> Callable[[], None]:
     return once
 
 
-def copier(byte_count: int, count: int = 1) -> Callable[[], object]:
-    """So many plain copies of so many bytes, queued together."""
-    source, target = (torch.randint(0, 256, (byte_count,), dtype=torch.uint8, device="cuda") for _ in range(2))
+def copier(byte_count: int, count: int, owner: str) -> Callable[[], object]:
+    """So many plain copies of so many bytes from the owner's GPU, queued together."""
+    source, target = (
+        torch.randint(0, 256, (byte_count,), dtype=torch.uint8, device=each) for each in (owner, "cuda:0")
+    )
     return lambda: [target.copy_(source) for _ in range(count)]
 
 
-def rates(pair: Pair, rounds: int) -> dict[str, float]:
+def rates(pair: Pair, rounds: int, owner: str) -> dict[str, float]:
     """GB/s of pulls one by one and some at a time, of copies in turns with them, and of sums; milliseconds to open the
     owner's memory."""
     byte_count = PULLED * MODEL.page_bytes
     backend: Any = pair.backends[0]
     ids = np.arange(1, PULLED + 1, dtype=np.int32)
     jobs: dict[str, Callable[[], object]] = {
-        "pull": puller(pair), "pulls": puller(pair, TOGETHER), "copy": copier(byte_count),
-        "copies": copier(byte_count, TOGETHER), "sums": lambda: backend.digests(Part.FULL, ids, 5),
+        "pull": puller(pair), "pulls": puller(pair, TOGETHER), "copy": copier(byte_count, 1, owner),
+        "copies": copier(byte_count, TOGETHER, owner), "sums": lambda: backend.digests(Part.FULL, ids, 5),
     }  # fmt: skip
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for _ in range(rounds):
@@ -134,6 +136,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000, help="length of the prompt")
     parser.add_argument("--rounds", type=int, default=30, help="of each measurement")
     parser.add_argument("--no-engine", action="store_true", help="without the prefill that the handoff is compared to")
+    parser.add_argument("--two-gpus", action="store_true", help="the owner has a GPU of its own")
     parser.add_argument("--prefill-process", nargs=8, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.prefill_process:
@@ -142,14 +145,15 @@ def main() -> None:
     card = torch.cuda.get_device_name()
     byte_count = -(-arguments.tokens // MODEL.page_size) * MODEL.page_bytes
     computing_ms = 0.0 if arguments.no_engine else prefill_ms(arguments.tokens, 5)
+    owner, where = ("cuda:1", {"CUDA_VISIBLE_DEVICES": "1,0"}) if arguments.two_gpus else ("cuda:0", {})
     for busy in (False, True):
-        with contextlib.closing(Pair("cuda_ipc", MODEL, PAGES, script=SCRIPT, busy=busy)) as pair:
+        with contextlib.closing(Pair("cuda_ipc", MODEL, PAGES, script=SCRIPT, busy=busy, **where)) as pair:
             spent = handoffs(pair, arguments.tokens, arguments.rounds)
             if computing_ms:
                 spent |= {"prefill_ms": computing_ms, "of_prefill": spent["handoff_ms"] / computing_ms}
-            say = partial(emit, gpu=card, owner_busy=busy, goals=GOALS)
+            say = partial(emit, gpu=card, owner_busy=busy, two_gpus=arguments.two_gpus, goals=GOALS)
             say("gpu_handoff_prompt", tokens=arguments.tokens, bytes=byte_count, **rounded(spent))
-            say("gpu_handoff_rates", **rounded(rates(pair, arguments.rounds)))
+            say("gpu_handoff_rates", **rounded(rates(pair, arguments.rounds, owner)))
 
 
 def rounded(values: dict[str, float]) -> dict[str, float]:

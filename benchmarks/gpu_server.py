@@ -1,6 +1,7 @@
 """The whole server on a GPU, beside the engine alone: Qwen3-8B's shape with dummy weights, bf16, greedy, under the
 default canary. 64 and 256 requests of 512 tokens, 256 answered: through `LLM`, and streamed by `serinus serve` to
-`serinus bench serve`, in turns; one JSON line each, with seconds of start by phase and CPU time of the HTTP process.
+`serinus bench serve`, in turns where the card holds both engines (100 GB), else the one after the other; one JSON line
+each, with seconds of start by phase and CPU time of the HTTP process.
 
 Claims: HTTP costs at most 5 % at 64 streams; 256 give 8,700 tokens a second.
 
@@ -17,10 +18,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.gpu_engine import CLOCK, MODELS, config_in
@@ -33,9 +36,10 @@ VOCAB = MODELS[MODEL]["vocab_size"]
 PROMPT, OUTPUT = 512, 256
 SETTINGS: dict[str, Any] = {
     "load_format": "dummy", "device": "cuda", "dtype": "bfloat16", "max_running_requests": 256,
-    "chunked_prefill_size": 8192, "max_total_tokens": 230_000,
+    "chunked_prefill_size": 8192, "max_total_tokens": 210_000,
 }  # fmt: skip
-"""Room for two engines on one card."""
+BOTH_BYTES = 105 << 30
+"""Of two such engines on one card."""
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -98,38 +102,72 @@ def main() -> None:
         if arguments.compile:
             done = subprocess.run([sys.executable, "-m", "serinus", "compile", str(folder), *flags])
             emit("gpu_server_start", of="compile", seconds=round(CLOCK.now() - begin, 2), code=done.returncode)
-        begin = CLOCK.now()
+        turns = torch.cuda.mem_get_info()[1] > BOTH_BYTES
         with ExitStack() as undo:
-            server = Server("serve", str(folder), *flags)
-            undo.callback(server.kill)
-            llm = undo.enter_context(LLM(str(folder), skip_tokenizer_init=True, **SETTINGS))
-            server.wait_line(READY)
-            phases = {name: round(spent, 2) for name, spent in llm._built.seconds.items()}
-            emit("gpu_server_start", of="both", seconds=round(CLOCK.now() - begin, 2), phases=phases)
-            said = re.sub(r"^.*?loaded: ", "", server.wait_line("engine .* loaded: "))
-            emit("gpu_server_start", of="serve", phases=said, memory=server.wait_line("memory of cuda"))
-            offline(llm, 16, -1)
-            online(server.url, 16, 1000)
-            for streams in arguments.streams:
-                compare(llm, server, streams, arguments.rounds)
+            answered = [undo.enter_context(engine_alone(folder))] if turns else []
+            server = undo.enter_context(served(folder, flags))
+            found = {streams: rounds(streams, arguments.rounds, server, *answered) for streams in arguments.streams}
+        if not turns:
+            with engine_alone(folder) as alone:
+                for streams, each in found.items():
+                    each["llm"] = [alone(streams, index) for index in range(arguments.rounds)]
+        for streams, each in found.items():
+            say(streams, each, turns=turns)
 
 
-def compare(llm: LLM, server: Server, streams: int, rounds: int) -> None:
-    """A line for so many streams: the best round of each."""
-    alone, served, cpu = [], [], []
-    for index in range(rounds):
-        alone.append(offline(llm, streams, index))
+@contextmanager
+def engine_alone(folder: Path) -> Iterator[Callable[[int, int], float]]:
+    """Tokens a second through `LLM`, by streams and seed."""
+    begin = CLOCK.now()
+    with LLM(str(folder), skip_tokenizer_init=True, **SETTINGS) as llm:
+        phases = {name: round(spent, 2) for name, spent in llm._built.seconds.items()}
+        emit("gpu_server_start", of="LLM", seconds=round(CLOCK.now() - begin, 2), phases=phases)
+        offline(llm, 16, -1)
+        yield lambda streams, seed: offline(llm, streams, seed)
+
+
+@contextmanager
+def served(folder: Path, flags: list[str]) -> Iterator[Server]:
+    """A server that has answered some."""
+    begin, server = CLOCK.now(), Server("serve", str(folder), *flags)
+    try:
+        server.wait_line(READY)
+        seconds = round(CLOCK.now() - begin, 2)
+        said = re.sub(r"^.*?loaded: ", "", server.wait_line("engine .* loaded: "))
+        emit("gpu_server_start", of="serve", seconds=seconds, phases=said, memory=server.wait_line("memory of cuda"))
+        online(server.url, 16, 1000)
+        yield server
+    finally:
+        server.kill()
+
+
+def rounds(
+    streams: int, count: int, server: Server, alone: Callable[[int, int], float] | None = None
+) -> dict[str, list[Any]]:
+    """Of so many streams: what `LLM` gave where it takes turns, what came over HTTP, microseconds of CPU a token."""
+    found: dict[str, list[Any]] = {"llm": [], "http": [], "cpu_us": []}
+    for index in range(count):
+        if alone is not None:
+            found["llm"].append(alone(streams, index))
         before = cpu_seconds(server.process.pid)
         said = online(server.url, streams, index + streams)
         assert said["completed"] == streams, said
-        served.append(float(said["output_throughput"]))
-        cpu.append((cpu_seconds(server.process.pid) - before) / (streams * OUTPUT))
+        found["http"].append(said)
+        found["cpu_us"].append((cpu_seconds(server.process.pid) - before) / (streams * OUTPUT) * 1e6)
+    return found
+
+
+def say(streams: int, found: dict[str, list[Any]], *, turns: bool) -> None:
+    """A line for so many streams: the best round of each."""
+    alone, served_at = found["llm"], [float(said["output_throughput"]) for said in found["http"]]
     shown = ("mean_ttft_ms", "median_itl_ms", "p99_itl_ms", "median_tpot_ms")
+    last = found["http"][-1]
     emit(
-        "gpu_server", streams=streams, llm_tok_s=round(max(alone)), http_tok_s=round(max(served)),
-        http_cost=round(1 - max(served) / max(alone), 4), front_cpu_us_per_token=round(min(cpu) * 1e6, 1),
-        rounds={"llm": [*map(round, alone)], "http": [*map(round, served)]},
-        **{name: round(said[name], 2) for name in shown if name in said},
+        "gpu_server", gpu=torch.cuda.get_device_name(), streams=streams, llm_tok_s=round(max(alone)),
+        http_tok_s=round(max(served_at)), http_cost=round(1 - max(served_at) / max(alone), 4), in_turns=turns,
+        front_cpu_us_per_token=round(min(found["cpu_us"]), 1),
+        rounds={"llm": [*map(round, alone)], "http": [*map(round, served_at)]},
+        **{name: round(last[name], 2) for name in shown if name in last},
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 what it had said by then counts. Ends with a line for each piece, and the whole output in files.
 
     python -m benchmarks.gpu_session tests [--limit 150] [--total 560] [--only NAME ...] [--out FOLDER]
+    python -m benchmarks.gpu_session tests_of_gpus      (those that need two GPUs)
     python -m benchmarks.gpu_session benchmarks
 
 `--total`: seconds for all pieces; those that have none left are named, for a call with `--only`.
@@ -18,21 +19,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serinus.core.clock import WallClock
+from serinus.core.cores import threads_env
 
 __all__ = ["PIECES", "Piece", "run_pieces"]
 
 CLOCK = WallClock()
-TESTS = (
-    "kernels/test_triton.py", "models", "runner", "engine/test_gpu_overlap.py", "engine/test_gpu_memory.py",
-    "engine/test_gpu_tiers.py", "canary", "pool", "pd", "e2e/test_gpu.py", "e2e/test_gpu_http.py",
-)  # fmt: skip
-_SHARED = {"kernels/test_triton.py": 8, "models": 8}
-"""Processes of a piece; one by default, which may have the card to itself. These compile most of their time."""
+TESTS = {
+    "shared": "kernels/test_triton.py models runner engine/test_gpu_overlap.py engine/test_gpu_tiers.py canary pool",
+    "memory": "engine/test_gpu_memory.py", "pd": "pd", "e2e": "e2e/test_gpu.py e2e/test_gpu_http.py",
+}  # fmt: skip
+_PROCESSES = {"shared": os.cpu_count() or 1}
+"""Of a piece; one by default, which has the card to itself. These compile most of their time."""
 BENCHMARKS = {
-    "server_64": "gpu_server --rounds 1 --streams 64", "engine_64": "gpu_engine --batch 64 --canary none rotating:16",
-    "server_256": "gpu_server --rounds 1 --streams 256", "engine_1": "gpu_engine --batch 1 --canary none",
-    "kernels": "gpu_kernels", "models": "gpu_models", "canary": "canary_gpu_step", "handoff": "gpu_handoff",
-    "tiers": "gpu_tiers --rounds 2", "load": "gpu_load",
+    "server": "gpu_server --rounds 2", "engine_64": "gpu_engine --batch 64 --canary none rotating:16",
+    "canary": "gpu_canary", "handoff": "gpu_handoff", "tiers": "gpu_tiers --rounds 2",
+    "engine": "gpu_engine --batch 1 16 256 --canary none", "kernels": "gpu_kernels", "models": "gpu_models",
+    "canary_step": "canary_gpu_step", "load": "gpu_load",
 }  # fmt: skip
 _GRACE_S = 5.0
 
@@ -45,14 +47,14 @@ class Piece:
     words: tuple[str, ...]
 
 
+def _tests(name: str, paths: str, marks: str) -> Piece:
+    words = ("-p", "no:benchmark", "-n", str(_PROCESSES.get(name, 0)), "--durations", "10", "-vv", "-m", marks)
+    return Piece(name=name, words=("-m", "pytest", *words, *(f"tests/{path}" for path in paths.split())))
+
+
 PIECES = {
-    "tests": [
-        Piece(
-            name=path,
-            words=("-m", "pytest", "-p", "no:benchmark", "-n", str(_SHARED.get(path, 0)), "-m", "gpu", f"tests/{path}"),
-        )
-        for path in TESTS
-    ],
+    "tests": [_tests(name, paths, "gpu and not gpus") for name, paths in TESTS.items()],
+    "tests_of_gpus": [_tests(name, paths, "gpus") for name, paths in TESTS.items()],
     "benchmarks": [
         Piece(name=name, words=("-m", *(f"benchmarks.{words}".split()))) for name, words in BENCHMARKS.items()
     ],
@@ -73,8 +75,9 @@ def _run(piece: Piece, out: Path, limit_s: float) -> str:
     file, begun = out / f"{piece.name.replace('/', '_')}.txt", CLOCK.now()
     with file.open("w") as log:
         child = subprocess.Popen(
-            [sys.executable, "-u", *piece.words], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            [sys.executable, "-u", *piece.words], stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            env=threads_env(1) if "pytest" in piece.words else None,
+        )  # fmt: skip
         try:
             how = {0: "ok", 5: "no test"}.get(code := child.wait(limit_s), f"code {code}")
         except subprocess.TimeoutExpired:

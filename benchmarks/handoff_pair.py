@@ -5,6 +5,7 @@ The prompt's KV is there beforehand, so what is left is the handoff: gather, dig
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import deque
@@ -187,12 +188,16 @@ class CountingChannel(ZmqChannel):
 class Pair:
     """The asking side, and the process of the other one."""
 
-    def __init__(self, backend: str, shape: Shape, pages: int, *, script: Sequence[str], busy: bool = False) -> None:
+    def __init__(
+        self, backend: str, shape: Shape, pages: int, *, script: Sequence[str], busy: bool = False, **more: str
+    ) -> None:
         """`script`: what calls `prefill_process` with the words after --prefill-process. `busy`: it keeps its device
-        busy meanwhile."""
+        busy meanwhile. `more`: of that process's environment."""
         sizes = (int(busy), pages, shape.layers, shape.heads, shape.head_size, shape.page_size)
         words = ["--prefill-process", backend, shape.device, *map(str, sizes)]
-        self.child = subprocess.Popen([sys.executable, *script, *words], stdout=subprocess.PIPE, text=True)
+        self.child = subprocess.Popen(
+            [sys.executable, *script, *words], stdout=subprocess.PIPE, text=True, env={**os.environ, **more}
+        )
         assert self.child.stdout is not None
         self.shape, self.pages = shape, pages
         self.address = next(line for line in self.child.stdout if line.startswith("ADDRESS ")).split()[1]

@@ -31,12 +31,13 @@ LONG = 1 << 30
 """Cycles of the device that a read is held up for: half a second."""
 
 
-@pytest.fixture
-def spawn() -> Iterator[Spawn]:
-    """Start a prefill engine in a process of its own; returns it and its address."""
+@pytest.fixture(params=["same", pytest.param("other", marks=pytest.mark.gpus(2))])
+def spawn(request: pytest.FixtureRequest) -> Iterator[Spawn]:
+    """Start a prefill engine in a process of its own, on our GPU or on another one; returns it and its address."""
+    where = {"CUDA_VISIBLE_DEVICES": "1,0"} if request.param == "other" else {}
     with children() as start:
-        yield lambda how="all", address="tcp://127.0.0.1:0", **more: start(
-            PROGRAM, "prefill", "cuda_ipc", address, how, **more
+        yield lambda how="all", address="tcp://127.0.0.1:0": start(
+            PROGRAM, "prefill", "cuda_ipc", address, how, **where
         )
 
 
