@@ -79,7 +79,7 @@ def members(config: UpConfig) -> list[Member]:
 
 
 def visible_gpus(config: UpConfig, role: str, number: int) -> tuple[int, ...]:
-    """GPUs in the order in which one engine sees them: its own, then those of the others, whose memory it may read;
+    """GPUs in the order in which one engine sees them: its own, then those of the others, as it may read memory there;
     empty = no flag names any."""
     if not (config.up.gpus_of("prefill") or config.up.gpus_of("decode")):
         return ()

@@ -14,7 +14,7 @@ from torch import Tensor
 __all__ = ["carry_words"]
 
 _WORDS_MAX = 1 << 17
-"""What is more goes by the copy engine, whose rate counts then."""
+"""What is more goes by the copy engine: there its rate counts."""
 
 
 def carry_words(target_W: Tensor, source_W: Tensor) -> None:
