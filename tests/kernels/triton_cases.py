@@ -20,6 +20,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from serinus.kernels.triton.words import carry
+
 from .canary_case import PAGE, make_case, outcome
 from .triton_attention_cases import latent_attention, paged_attention, watched_attention, watched_batch
 from .triton_columns import columns, dtype_of, page_first
@@ -70,11 +72,24 @@ def masks(seed: int, device: str) -> str:
     return "" if torch.equal(logits, expected) else f"masks of {rows} of {count} rows, {vocab} tokens"
 
 
+def words(seed: int, device: str) -> str:
+    """Some words, between a device and its host where there are two."""
+    there = torch.arange(seed, seed + (1, 511, 512, 1300)[seed % 4], device=device)
+    here = torch.zeros(len(there), dtype=torch.int64, pin_memory=device != "cpu")
+    back = torch.zeros_like(there)
+    carry(here, there)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    carry(back, here)
+    return "" if torch.equal(back, there) and torch.equal(here, there.cpu()) else f"{len(there)} words"
+
+
 CASES: dict[str, Callable[[int, str], str]] = {
     each.__name__: each
     for each in (
         canary,
         masks,
+        words,
         watched_attention,
         watched_batch,
         paged_attention,
