@@ -157,6 +157,13 @@ class UpConfig(EngineConfig):
     """The same of decode engines; with `--prefill 0`, of those that do both."""
 
     def __post_init__(self) -> None:
+        for flag, given in (("--prefill-gpus", self.up.prefill_gpus), ("--decode-gpus", self.up.decode_gpus)):
+            if given and self.ray.ray:
+                raise ConfigError(
+                    f"config: {flag} is {given!r} with --ray, expected none: Ray gives engines their GPUs"
+                )
+        if self.up.prefill_gpus and not self.up.prefill:
+            raise ConfigError(f"config: --prefill-gpus is {self.up.prefill_gpus!r} with --prefill 0, expected none")
         for role in ROLES:
             for setting in role_settings(role):
                 if setting.name not in getattr(self, role):

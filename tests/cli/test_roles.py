@@ -116,6 +116,10 @@ def test_engines_take_the_gpus_of_their_role_in_turn_and_see_those_of_the_others
         found("--decode-tp-size 2 --decode-gpus 1")
     with pytest.raises(ConfigError, match="--prefill-gpus is '0,0', expected different numbers"):
         found("--prefill-gpus 0,0")
+    with pytest.raises(ConfigError, match="--decode-gpus is '1' with --ray, expected none"):
+        found("--ray --decode-gpus 1")
+    with pytest.raises(ConfigError, match="--prefill-gpus is '0' with --prefill 0, expected none"):
+        found("--prefill 0 --prefill-gpus 0")
 
 
 def test_numbers_of_gpus_are_those_that_the_environment_leaves() -> None:
