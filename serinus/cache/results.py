@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.cache.ledger import PageCounts, Pages
-from serinus.cache.node import NO_PAGES, WHOLE, Lease, Node, Tier
+from serinus.cache.node import NO_PAGES, TOKEN_BYTES, WHOLE, Lease, Node, Tier
 from serinus.core.errors import ConfigError
 from serinus.core.moves import PageOrigin
 from serinus.core.parts import PageSpan, Part
@@ -269,6 +269,11 @@ class Condemned:
     """...and its tokens from position 0 through the first condemned page, int32; empty where nothing was cached."""
     kept: int = 0
     """Tokens whose copies on the host were found sound and stay cached there."""
+
+    @property
+    def prefix_tokens(self) -> int:
+        """The number of tokens of `prefix`."""
+        return len(self.prefix) // TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

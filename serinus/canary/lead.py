@@ -341,7 +341,9 @@ class CanaryLead:
             return
         suspect = {overflow.part: overflow.pages} if len(overflow.pages) else self._requests.rows_of(overflow.rids)
         for part, pages in suspect.items():
-            self._cache.condemn(part, np.unique(pages), counts=False)
+            for page in np.unique(pages):  # one by one: each has a prefix of its own, which peers are told
+                condemned = self._cache.condemn(part, page[None], counts=False)
+                self._findings.untold += self._recalls.suspected(part, condemned, reason)
         self._add(Verdict(rid=rid, reason=reason) for rid in overflow.rids)
 
     def _filed(self, findings: Iterable[tuple[int, object]]) -> list[Violation]:

@@ -14,6 +14,7 @@ from serinus.cache import Condemned, PrefixCache, Tier
 from serinus.canary.judge import Requests, Verdict, reason_of
 from serinus.canary.violation import Violation
 from serinus.core.handoff import HandoffFinding, PageTrace
+from serinus.core.parts import Part
 
 _BYTES_MAX: Final = 4 << 20
 """Of tokens in one recall: longer prefixes are named by their handoffs alone."""
@@ -37,6 +38,12 @@ class Recalls:
         size = self._cache.page_size
         start = violation.position // size * size
         return self._findings(condemned, violation.part.name, start, reason_of(violation), but="")
+
+    def suspected(self, part: Part, condemned: Condemned, reason: str) -> list[HandoffFinding]:
+        """The same of a page that is one of those in which something is wrong; where nothing of it was cached, of all
+        that its handoff moved."""
+        start = max(0, condemned.prefix_tokens - self._cache.page_size)
+        return self._findings(condemned, part.name, start, reason, but="")
 
     def heard(self, finding: HandoffFinding) -> tuple[list[Verdict], list[HandoffFinding]]:
         """A peer condemned KV: the requests that are touched here, and what other peers are to be told."""

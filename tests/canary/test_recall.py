@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from serinus.canary.violation import OVERFLOW
 from serinus.core.parts import Part
 from serinus.core.request import FinishReason
 from serinus.selftest import CanaryPDFixture, make_canary_toy
@@ -86,6 +87,22 @@ def test_what_prefill_finds_wrong_is_condemned_behind_it_at_the_decode_engine_th
     pair.send(pair.prompts[rid], rid="third")
     pair.run()
     assert pair.tokens("third") == checks(pair, rid)
+
+
+def test_of_violations_that_no_row_was_left_for_everything_that_was_looked_at_is_recalled(toy: Path) -> None:
+    """All KV of eight requests changes between two steps: the ring has rows for that of three."""
+    pair = CanaryPDFixture(toy, kv_canary="raise", max_total_tokens=8000)
+    rids = [pair.send(pair.random_prompt(200), new_tokens=40) for _ in range(8)]
+    pair.run_until(lambda: all(len(pair.tokens(rid)) > 2 for rid in rids), turns_max=2000)
+    assert [cached(pair, "prefill", rid) for rid in rids] == [200] * 8
+    with torch.inference_mode():
+        for half in pair.built("decode").pools[Part.FULL].layers[0]:
+            half.view(torch.int16).bitwise_xor_(1)
+    pair.run()
+    settled(pair)
+    assert pair.lead("decode").violations.counts[OVERFLOW] > 0
+    assert all(pair.failed(rid) for rid in rids)
+    assert [cached(pair, "prefill", rid) for rid in rids] == [0] * 8
 
 
 SHAPES: dict[str, dict[str, Any]] = {
