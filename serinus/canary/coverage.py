@@ -11,7 +11,6 @@ none of it, and of four pages in a block one that is due would cost as much as a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from struct import Struct
 from typing import Final
@@ -19,6 +18,8 @@ from typing import Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from serinus.kernels import DuePages
 
 Counts = NDArray[np.int64]
 _BLOCK: Final = 64
@@ -30,29 +31,15 @@ def turn_size(page_size: int, device: torch.device) -> int:
     return page_size if device.type == "cpu" else page_size * max(1, _BLOCK // page_size)
 
 
-@dataclass(slots=True, kw_only=True)
-class DuePages:
-    """What a step verifies of one part, as `canary_due` says it."""
-
-    columns_7B: Counts
-    entry_count: int
-    """Slots of all pages due."""
-    slot_count: int
-    """Those of them that are verified: what the device must report as checked, beside each sequence's last slot."""
-    bound_5B: Counts
-    """Of each sequence that reads anything its name, row, first and last position read and expected chain hash: the
-    stamp of the last slot must be of this request, and the row must be as the leader wrote it."""
-
-
 def due_pages(
-    canary_due: Callable[[Counts, int], tuple[Counts, int, int, Counts]], reads_6B: Counts, page_size: int,
+    canary_due: Callable[[Counts, int], DuePages], reads_6B: Counts, page_size: int,
     window: int | None,
 ) -> DuePages:  # fmt: skip
     """What is due of these reads. Of a part with a window also each slot that leaves it: read for the last time in this
     step, its turn might come after its last reader. The slot behind it is verified with it: that one is the last that
     can tell whether the slot belongs before it, and with it the page. From there on the chain goes to the last slot
     that is read, which is held against the request."""
-    columns, entries, slots, bound = canary_due(reads_6B, page_size)
+    due = canary_due(reads_6B, page_size)
     if window is not None:
         low, high, strides = reads_6B[2:5]
         own = (high - low // page_size) % strides == 0  # its page is due in this step
@@ -61,14 +48,16 @@ def due_pages(
         if leaves.any():
             last, own, behind = reads_6B[:, leaves], own[leaves], behind[leaves]
             last[3], last[4] = last[2] + 2 - behind, 1
-            before, entries_before, slots_before, _ = canary_due(last, page_size)
-            before[4] += own  # begins with the slot behind: attention digests no position for two columns
-            slots_before -= int(own.sum())
-            columns[6] += entries_before
+            before = canary_due(last, page_size)
+            before.columns_7B[4] += own  # begins with the slot behind: attention digests no position for two columns
+            due.columns_7B[6] += before.entry_count
             # They stand before the others: attention, which digests what it reads, looks for the last of a row.
-            columns = np.concatenate((before, columns), axis=1)
-            entries, slots = entries + entries_before, slots + slots_before
-    return DuePages(columns_7B=columns, entry_count=entries, slot_count=slots, bound_5B=bound)
+            due = due._replace(
+                columns_7B=np.concatenate((before.columns_7B, due.columns_7B), axis=1),
+                entry_count=due.entry_count + before.entry_count,
+                slot_count=due.slot_count + before.slot_count - int(own.sum()),
+            )
+    return due
 
 
 def reads_of(

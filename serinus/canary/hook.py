@@ -14,13 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.canary.coverage import DuePages, pieces
+from serinus.canary.coverage import pieces
 from serinus.canary.lanes import PartLanes
 from serinus.canary.ring import Ring
 from serinus.core.clock import Clock
 from serinus.core.parts import Part
 from serinus.kernels import (
     AttentionBatch,
+    DuePages,
     Kernels,
     LayerDigest,
     LayerDigests,

@@ -6,7 +6,7 @@ nothing is chosen per call. Kernels take tensors and sizes, never objects of upp
 """
 
 from serinus.kernels.batch import AttentionBatch, slots_in
-from serinus.kernels.canary import RING_FIELDS, SEQUENCES, Reason, StampLane, packed_sums, stamp_lanes
+from serinus.kernels.canary import RING_FIELDS, SEQUENCES, DuePages, Reason, StampLane, packed_sums, stamp_lanes
 from serinus.kernels.contracts import (
     ExpertGate,
     Gate,
@@ -37,6 +37,7 @@ __all__ = [
     "RING_FIELDS",
     "SEQUENCES",
     "AttentionBatch",
+    "DuePages",
     "ExpertGate",
     "Gate",
     "GatheredRows",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
+from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.core.parts import Part
@@ -19,6 +22,20 @@ digest, found digest, sequence."""
 
 SEQUENCES = 1 << 16
 """The number of a sequence, in counts by sequence, is its name modulo this."""
+
+
+class DuePages(NamedTuple):
+    """What a step verifies of one part (`canary_due`)."""
+
+    columns_7B: NDArray[np.int64]
+    """As `canary_plan` takes it, without sequences that have nothing due."""
+    entry_count: int
+    """Slots of all pages due."""
+    slot_count: int
+    """Those of them that are verified: what the device must report as checked, beside each sequence's last slot."""
+    bound_5B: NDArray[np.int64]
+    """Of each sequence that reads anything its name, row, first and last position read and expected chain hash: the
+    stamp of the last slot must be of this request, and the row must be as the leader wrote it."""
 
 
 class StampLane(IntEnum):

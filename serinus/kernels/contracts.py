@@ -16,6 +16,7 @@ from torch import Tensor
 
 from serinus.core.history import TokenHistory
 from serinus.kernels.batch import AttentionBatch
+from serinus.kernels.canary import DuePages
 from serinus.kernels.packed import PackedExperts, PackedFactors, PackedLinear
 
 LayersKv = Sequence[tuple[Tensor, ...]]
@@ -245,7 +246,7 @@ class CanaryOps(Protocol):
     def canary_digest(self) -> Callable[..., Tensor]: ...
 
     @property
-    def canary_due(self) -> Callable[..., tuple[NDArray[np.int64], int, int, NDArray[np.int64]]]: ...
+    def canary_due(self) -> Callable[..., DuePages]: ...
 
     @property
     def canary_plan(self) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]: ...
@@ -310,7 +311,7 @@ class Watch(Protocol):
     is_staged: bool
     """Whether it has a use for `stage`."""
 
-    def due(self, reads_6B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.int64], int, int, NDArray[np.int64]]:
+    def due(self, reads_6B: NDArray[np.int64], page_size: int) -> DuePages:
         """`canary_due`; the arrays may be of the watch, and mean nothing any more at the next call."""
         ...
 

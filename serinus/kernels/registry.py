@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.core.errors import ConfigError
+from serinus.kernels.canary import DuePages
 from serinus.kernels.checks import Expert
 from serinus.kernels.contracts import (
     ChooseTokens,
@@ -153,8 +154,8 @@ class Kernels:
     """(logits_BV, chosen, counts) -> B log-probabilities, and lists of them"""
     canary_digest: Callable[..., Tensor]
     """(layers_kv, slots_E, coefficients_L22W) -> digests_E2"""
-    canary_due: Callable[[NDArray[np.int64], int], tuple[NDArray[np.int64], int, int, NDArray[np.int64]]]
-    """(reads_6B, page_size) -> due_7B, entries, slots, bound_5B; on the host"""
+    canary_due: Callable[[NDArray[np.int64], int], DuePages]
+    """(reads_6B, page_size) -> DuePages; on the host"""
     canary_plan: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     """(table_RC, due_7B, entry_count, page_size=) -> slots_E, positions_E, previous_E, names_E"""
     canary_verify: Callable[..., None]

@@ -289,9 +289,8 @@ def _residue_skipped() -> Iterator[None]:
         def skipping(due: Any, reads: Any, page_size: int) -> Any:
             ends, strides = reads[3:5]
             kept = (strides == 1) | (ends % strides != strides - 1)
-            bound = due(reads, page_size)[3].copy()
-            *some, _ = due(np.ascontiguousarray(reads[:, kept]), page_size)
-            return *some, bound
+            bound_5B = due(reads, page_size).bound_5B.copy()
+            return due(np.ascontiguousarray(reads[:, kept]), page_size)._replace(bound_5B=bound_5B)
 
         def watch(*given: Any) -> Any:
             made = kernels.canary_watch(*given)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serinus.canary.coverage import DuePages, due_pages, pieces, reads_of, turn_size
+from serinus.canary.coverage import due_pages, pieces, reads_of, turn_size
+from serinus.kernels import DuePages
 from serinus.kernels.cpu import canary as cpu
 from serinus.kernels.due import entries_of
 from serinus.kernels.ref import canary as ref
@@ -26,11 +25,14 @@ def due_of(bounds: list[tuple[int, int]], strides: list[int], page_size: int, la
     reads = np.array(
         [[NAMES + i for i in range(len(bounds))], [*range(1, len(bounds) + 1)], low, high, strides, strides]
     )
-    columns, entries, slots, bound = cpu.canary_due(reads, page_size)
-    expected = ref.canary_due(reads, page_size)
-    found = (columns.tolist(), entries, slots, bound.tolist())
-    assert found == (expected[0].tolist(), *expected[1:3], expected[3].tolist())
-    return DuePages(columns_7B=columns, entry_count=entries, slot_count=slots, bound_5B=bound)
+    due = cpu.canary_due(reads, page_size)
+    assert said(due) == said(ref.canary_due(reads, page_size))
+    return due
+
+
+def said(due: DuePages) -> DuePages:
+    """With lists in place of arrays."""
+    return due._replace(columns_7B=due.columns_7B.tolist(), bound_5B=due.bound_5B.tolist())
 
 
 @given(st.lists(st.tuples(BOUNDS, st.integers(1, 4)), min_size=2, max_size=6), st.sampled_from((1, 4)))
@@ -43,17 +45,14 @@ def test_words_that_are_filled_again_say_what_new_ones_say(
         low, high = ([pick(pair) for pair in bounds] for pick in (min, max))
         count = len(bounds)
         reads = np.array([range(count), range(1, count + 1), low, high, [stride] * count, range(70, 70 + count)])
-        kept.work_out(reads, page_size)
-        columns, entries, slots, bound = ref.canary_due(reads, page_size)
-        assert kept.columns_7B.tolist() == columns.tolist()
-        assert kept.bound_5B.tolist() == bound.tolist()
-        assert (kept.entry_count, kept.slot_count) == (entries, slots)
-        for array, at in ((kept.columns_7B, kept.columns_at), (kept.bound_5B, kept.bound_at)):
+        due = kept.work_out(reads, page_size)
+        assert said(due) == said(ref.canary_due(reads, page_size))
+        for array, at in ((due.columns_7B, kept.columns_at), (due.bound_5B, kept.bound_at)):
             assert at == array.ctypes.data or not array.size
 
 
 def test_what_is_due_of_one_step_does_not_change_with_the_next() -> None:
-    first = cpu.canary_due(np.array([[0], [1], [0], [9], [1], [7]]), 4)[0]
+    first = cpu.canary_due(np.array([[0], [1], [0], [9], [1], [7]]), 4).columns_7B
     cpu.canary_due(np.array([[0], [2], [0], [30], [1], [7]]), 4)
     assert first.tolist() == [[0], [1], [0], [9], [0], [1], [0]]
 
@@ -97,7 +96,7 @@ def test_pieces_cover_all_sequences_in_order_and_keep_to_the_limit(
     seen: list[tuple[int, int]] = []
     for columns, count in pieces(due, entries_max):
         assert count <= entries_max or columns.shape[1] == 1
-        seen += positions(replace(due, columns_7B=columns, entry_count=count), 4)
+        seen += positions(due._replace(columns_7B=columns, entry_count=count), 4)
     assert seen == positions(due, 4)
 
 

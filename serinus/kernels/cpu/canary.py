@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.kernels.canary import ANCHOR, RING_FIELDS, UNKNOWN, Reason, differing
+from serinus.kernels.canary import ANCHOR, RING_FIELDS, UNKNOWN, DuePages, Reason, differing
 from serinus.kernels.checks import check_digest
 from serinus.kernels.contracts import LayersKv
 from serinus.kernels.cpu.body import VERSION, Body, address_of, compile_body, fields, thread_count
@@ -67,11 +67,9 @@ def canary_digest(layers_kv: LayersKv, slots_E: Tensor, coefficients_L22W: Tenso
     return out_E2
 
 
-def canary_due(reads_6B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.int64], int, int, NDArray[np.int64]]:
-    """Columns of `canary_plan`, their entries, how many of those are verified, and what the watch binds."""
-    found = DueWords()
-    found.work_out(reads_6B, page_size)
-    return found.columns_7B, found.entry_count, found.slot_count, found.bound_5B
+def canary_due(reads_6B: NDArray[np.int64], page_size: int) -> DuePages:
+    """What of these reads is due, in arrays of its own."""
+    return DueWords().work_out(reads_6B, page_size)
 
 
 class DueWords:
@@ -86,10 +84,9 @@ class DueWords:
         self.columns_7B, self.bound_5B = self._words.reshape(7, 0), self._words.reshape(5, 0)
         self.columns_at, self.bound_at = 0, 0
         """Where these two lie."""
-        self.entry_count = self.slot_count = 0
 
-    def work_out(self, reads_6B: NDArray[np.int64], page_size: int) -> None:
-        """Fill the arrays; arguments as `canary_due` takes them."""
+    def work_out(self, reads_6B: NDArray[np.int64], page_size: int) -> DuePages:
+        """`canary_due`; its arrays are these."""
         arguments, count = self._arguments, reads_6B.shape[1]
         if count != arguments.count:
             self._words, self._size = np.empty(18 * count, np.int64), (-1, -1)
@@ -98,13 +95,13 @@ class DueWords:
             arguments.reads = arguments.out + 12 * count * 8
         self._reads_6B[:], arguments.page_size = reads_6B, page_size
         self._body(arguments, 1)
-        self.entry_count, self.slot_count = arguments.entry_count, arguments.slot_count
         size = live, bound = arguments.live, arguments.bound
         if size != self._size:
             self._size, begin = size, 7 * count
             self.columns_7B = self._words[: 7 * live].reshape(7, live)
             self.bound_5B = self._words[begin : begin + 5 * bound].reshape(5, bound)
             self.columns_at, self.bound_at = arguments.out, arguments.out + begin * 8
+        return DuePages(self.columns_7B, arguments.entry_count, arguments.slot_count, self.bound_5B)
 
 
 def canary_plan(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
-from serinus.kernels.canary import UNKNOWN, StampLane
+from serinus.kernels.canary import UNKNOWN, DuePages, StampLane
 from serinus.kernels.checks import check_digest
 from serinus.kernels.contracts import CanaryOps, LayerDigest, LayerDigests, LayersKv, RingTensors, Watch, WrittenRows
 from serinus.kernels.cpu import canary as kernels
@@ -120,10 +120,8 @@ class _CpuWatch:
         self._has_digests = False
         """Whether sums lie behind the entries."""
 
-    def due(self, reads_6B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.int64], int, int, NDArray[np.int64]]:
-        due = self._due
-        due.work_out(reads_6B, page_size)
-        return due.columns_7B, due.entry_count, due.slot_count, due.bound_5B
+    def due(self, reads_6B: NDArray[np.int64], page_size: int) -> DuePages:
+        return self._due.work_out(reads_6B, page_size)
 
     def has_room(self, room: int, entry_count: int) -> bool:
         return True

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.batch import slots_in
-from serinus.kernels.canary import ANCHOR, SEQUENCES, UNKNOWN, Reason, differing, first_lane
+from serinus.kernels.canary import ANCHOR, SEQUENCES, UNKNOWN, DuePages, Reason, differing, first_lane
 from serinus.kernels.checks import check_digest
 from serinus.kernels.contracts import LayersKv, WrittenRows
 from serinus.kernels.pool_rows import rows_of
@@ -91,7 +91,7 @@ def digest_values(written: WrittenRows, *halves_TX: Tensor) -> None:
     written.sums_T2.copy_(add_digests(written.sums_T2, found_T2))
 
 
-def canary_due(reads_6B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.int64], int, int, NDArray[np.int64]]:
+def canary_due(reads_6B: NDArray[np.int64], page_size: int) -> DuePages:
     """Which pages of each sequence are due in a step; on the host, for every column.
 
     Args:
@@ -99,9 +99,7 @@ def canary_due(reads_6B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.
             sequence: page p is due where high % stride == p % stride. Decoding, `high` grows by one in each step of the
             sequence, so that each page is due in one of any `stride` steps of its own, in whatever steps of the engine
             they are.
-    Returns: due_7B as `canary_plan` takes it, in the same order, without sequences that have nothing due; entries of
-        all due pages; how many of them are within [low, high); bound_5B as `Watch.expand` takes it, of those sequences
-        that read anything.
+    Returns: columns in the same order; slots are verified that are within [low, high).
     """
     names, rows, low, high, strides, chains = reads_6B
     start_page, end_page = low // page_size, -(-high // page_size)
@@ -117,7 +115,7 @@ def canary_due(reads_6B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.
     offsets = np.cumsum(entries) - entries
     due_7B = np.stack((names, rows, low, high, first_page, strides, offsets))[:, page_count > 0]
     bound_5B = np.stack((names, rows, low, high - 1, chains))[:, high > 0]
-    return np.ascontiguousarray(due_7B), int(entries.sum()), slot_count, np.ascontiguousarray(bound_5B)
+    return DuePages(np.ascontiguousarray(due_7B), int(entries.sum()), slot_count, np.ascontiguousarray(bound_5B))
 
 
 def canary_plan(

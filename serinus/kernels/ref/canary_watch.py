@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch, slots_in
-from serinus.kernels.canary import UNKNOWN, StampLane, packed_sums
+from serinus.kernels.canary import UNKNOWN, DuePages, StampLane, packed_sums
 from serinus.kernels.contracts import (
     CanaryOps,
     LayerDigest,
@@ -93,7 +93,7 @@ class OpsWatch:
 
     is_staged = False
 
-    def due(self, reads_6B: NDArray[np.int64], page_size: int) -> tuple[NDArray[np.int64], int, int, NDArray[np.int64]]:
+    def due(self, reads_6B: NDArray[np.int64], page_size: int) -> DuePages:
         return self._ops.canary_due(reads_6B, page_size)
 
     def has_room(self, room: int, entry_count: int) -> bool:
