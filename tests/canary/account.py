@@ -131,7 +131,7 @@ def accounts_of(drivers: Iterable[EngineDriver], left: Counter[str]) -> Iterator
     for driver, account in zip(drivers, accounts, strict=True):
         for each in (driver.built.canary, driver.engine.canary, driver.engine.scheduler._allocator):
             found[id(each)] = account
-    begin, verify, insert = CanaryRank.begin, CanaryLead._verify, PageAllocator._insert
+    begin, verify, insert = CanaryRank.begin, CanaryLead._verify_rows, PageAllocator._insert
     advance, release = PageAllocator.advance, PageAllocator.release
 
     def begins(self: CanaryRank, plan: StepPlan) -> None:
@@ -166,7 +166,7 @@ def accounts_of(drivers: Iterable[EngineDriver], left: Counter[str]) -> Iterator
 
     ours: dict[tuple[type, str], Callable[..., Any]] = {
         (CanaryRank, "begin"): begins,
-        (CanaryLead, "_verify"): verifies,
+        (CanaryLead, "_verify_rows"): verifies,
         (PageAllocator, "_insert"): lambda self, state, end: leaves(
             self, state, "exchanged", lambda: insert(self, state, end)
         ),

@@ -47,7 +47,9 @@ def test_it_was_also_over_tiers_under_write_back_in_storms_of_evictions_and_heal
 def test_a_horizon_that_is_ahead_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weakness that this account is for. The product's own is one step behind what it could be."""
     done = ReqState.step_done
-    monkeypatch.setattr(ReqState, "step_done", lambda self, work, steps: done(self, work, max(0, steps - 2)))
+    monkeypatch.setattr(
+        ReqState, "step_done", lambda self, work, steps, slots: done(self, work, steps and max(0, steps - 2), slots)
+    )
     with pytest.raises(AssertionError, match="is within the horizon"):
         answer_all(tmp_path)
 
