@@ -120,7 +120,6 @@ REASONS: dict[str, str] = {
     "cache/events.py": "events for subscribers of a socket",
     "canary/perturb/": "faults that the settings ask for; the adversary plants its own",
     "canary/faults.py": "faults that the settings ask for",
-    "canary/commands.py": "counts of GET /canary",
     # interfaces
     "cache/ports.py": "protocols",
     "core/line.py": "protocols",
