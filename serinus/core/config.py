@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from serinus.core.errors import ConfigError
-from serinus.core.fleet_settings import ROLES, RaySettings, RouteSettings, UpSettings, role_settings
+from serinus.core.fleet_settings import ROLES, RaySettings, RouteSettings, UpSettings, role_settings, side_of
 from serinus.core.setting import KINDS, Setting, check_value, settings_of
 from serinus.core.settings import (
     CacheSettings,
@@ -157,14 +157,13 @@ class UpConfig(EngineConfig):
     """The same of decode engines; with `--prefill 0`, of those that do both."""
 
     def __post_init__(self) -> None:
-        for flag, given in (("--prefill-gpus", self.up.prefill_gpus), ("--decode-gpus", self.up.decode_gpus)):
-            if given and self.ray.ray:
-                raise ConfigError(
-                    f"config: {flag} is {given!r} with --ray, expected none: Ray gives engines their GPUs"
-                )
-        if self.up.prefill_gpus and not self.up.prefill:
-            raise ConfigError(f"config: --prefill-gpus is {self.up.prefill_gpus!r} with --prefill 0, expected none")
         for role in ROLES:
+            gpus = getattr(self.up, f"{role}_gpus")
+            if gpus and self.ray.ray:
+                why = "with --ray, expected none: Ray gives engines their GPUs"
+                raise ConfigError(f"config: --{role}-gpus is {gpus!r} {why}")
+            if gpus and not getattr(self.up, role):
+                raise ConfigError(f"config: --{role}-gpus is {gpus!r} with --{role} 0, expected none")
             for setting in role_settings(role):
                 if setting.name not in getattr(self, role):
                     continue
@@ -183,8 +182,8 @@ class UpConfig(EngineConfig):
 
     def canary_of(self, role: str) -> CanarySettings:
         """The canary of an engine of this role; one that is switched off for it takes over nothing."""
-        own = self.prefill if role == "prefill" else self.decode
-        return self._of_role(CanarySettings(kv_canary="none") if own.get("kv_canary") == "none" else self.canary, role)
+        is_off = self._given(role).get("kv_canary") == "none"
+        return self._of_role(CanarySettings(kv_canary="none") if is_off else self.canary, role)
 
     def memory_of(self, role: str) -> MemorySettings:
         """The sizes of the pools of an engine of this role, where it has its device to itself."""
@@ -197,8 +196,8 @@ class UpConfig(EngineConfig):
         if memory.mem_fraction_static is None:
             return memory
         sharers = [other for other in ROLES if self._of_role(self.model, other).device == device]
-        own = "prefill" if role == "prefill" else "decode"
-        if "mem_fraction_static" in getattr(self, own):
+        own = side_of(role)
+        if "mem_fraction_static" in self._given(role):
             sharers = [own]
         of = {other: [self.gpus_of(other, number) for number in range(getattr(self.up, other))] for other in sharers}
         taken = Counter(gpu for engines in of.values() for gpus in engines for gpu in gpus)
@@ -211,12 +210,17 @@ class UpConfig(EngineConfig):
         if not named:
             return tuple(range(size))
         if len(named) < size:
-            flag = f"--{'prefill' if role == 'prefill' else 'decode'}-gpus"
+            flag = f"--{side_of(role)}-gpus"
             raise ConfigError(f"config: {flag} names {len(named)} GPUs, expected one for each of {size} ranks")
         return tuple(named[(number * size + rank) % len(named)] for rank in range(size))
 
+    def _given(self, role: str) -> Mapping[str, Any]:
+        """What was given for engines of this role only."""
+        given: Mapping[str, Any] = getattr(self, side_of(role))
+        return given
+
     def _of_role(self, group: _GroupT, role: str) -> _GroupT:
-        given = self.prefill if role == "prefill" else self.decode
+        given = self._given(role)
         own: dict[str, Any] = {item.name: given[item.name] for item in settings_of(type(group)) if item.name in given}
         try:
             return replace(group, **own)

@@ -27,6 +27,11 @@ _OF_ROLES = {
 }
 
 
+def side_of(role: str) -> str:
+    """Which of ROLES has the settings of an engine of this role: one that does both has those of decode."""
+    return "prefill" if role == "prefill" else "decode"
+
+
 @cache
 def role_settings(role: str) -> tuple[Setting, ...]:
     """The settings that engines of one role may have otherwise than all: device, pages, sizes, ranks, canary."""
@@ -70,12 +75,12 @@ class UpSettings:
         self.gpus_of("decode")
 
     def gpus_of(self, role: str) -> tuple[int, ...]:
-        """The GPUs of engines of this role (all but prefill: decode's); empty = not said. Raises ConfigError."""
-        role = "prefill" if role == "prefill" else "decode"
-        given = self.prefill_gpus if role == "prefill" else self.decode_gpus
+        """The GPUs of engines of this role; empty = not said. Raises ConfigError."""
+        side = side_of(role)
+        given = self.prefill_gpus if side == "prefill" else self.decode_gpus
         words = [word.strip() for word in given.split(",")] if given else []
         if not all(word.isascii() and word.isdigit() for word in words) or len({*map(int, words)}) < len(words):
-            raise ConfigError(f"config: --{role}-gpus is {given!r}, expected different numbers, e.g. 0,1")
+            raise ConfigError(f"config: --{side}-gpus is {given!r}, expected different numbers, e.g. 0,1")
         return tuple(map(int, words))
 
 

@@ -25,7 +25,7 @@ from serinus.kernels.huge_pages import collapse_to_huge_pages, populate, prefer_
 from serinus.kernels.layers import LayerSteps, LayerWeights
 from serinus.kernels.packed import PackedExperts, PackedLinear
 from serinus.kernels.pool_rows import put_rows, row_elements, row_of, rows_of, slot_count
-from serinus.kernels.quantized import QuantizedWeight
+from serinus.kernels.quantized import E2M1_TWICE, QuantizedWeight
 from serinus.kernels.ref.canary import digest_values
 from serinus.kernels.ref.watched_attention import GatheredRows
 from serinus.kernels.registry import COLUMNS, Kernels, load, warm
@@ -33,6 +33,7 @@ from serinus.kernels.words import carry_words
 
 __all__ = [
     "COLUMNS",
+    "E2M1_TWICE",
     "FP8_FORMATS",
     "RING_FIELDS",
     "SEQUENCES",

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice what the lower three bits of the 4-bit float E2M1 stand for; the fourth is the sign."""
 _STEP = 8
 """Inputs of which kernels read whole multiples from where a group begins."""
 

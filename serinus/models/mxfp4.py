@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from serinus.core.errors import ConfigError
-from serinus.kernels import QuantizedWeight
+from serinus.kernels import E2M1_TWICE, QuantizedWeight
 
 BLOCK = 32
 """Values that share a scale."""
 BLOCK_BYTES = BLOCK // 2
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the lower three bits (E2M1); the fourth is the sign."""
 _NAN = 255
 """The scale (E8M0) that is no number; others are the exponent of a float32, biased as there."""
 _LEAST = 1 << 22
@@ -70,5 +68,6 @@ def _scales(scales_NG: Tensor) -> Tensor:
 @cache
 def _pairs(dtype: torch.dtype) -> Tensor:
     """The two values of each byte, [256, 2]."""
-    values = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)], dtype=dtype)
+    magnitudes = torch.tensor(E2M1_TWICE, dtype=dtype) / 2
+    values = torch.cat((magnitudes, -magnitudes))  # the fourth bit is the sign
     return torch.stack((values.repeat(16), values.repeat_interleave(16)), 1)

@@ -120,18 +120,18 @@ class Damage:
 
     def _write(self, pool: DevicePool, *writes: tuple[NDArray[np.int64], NDArray[np.uint8]]) -> bool:
         """Damage pages (of one row each), unless that would undo damage and this may not be: whether it was done."""
-        before = [pool.read_pages(page) for page, _ in writes]
-        undone = [
-            (np.equal(data.view(np.uint64), sound) & np.not_equal(now.view(np.uint64), sound)).any()
-            for (page, data), now in zip(writes, before, strict=True)
-            for sound in [self._sound(pool, page, now)]
-        ]
-        if any(undone) and not self._undoes:
+        if not self._undoes and any(self._is_undone(pool, page, data) for page, data in writes):
             return False
-        for (page, data), now in zip(writes, before, strict=True):
-            self._remember(pool, page, now, data)
+        for page, data in writes:
+            self._remember(pool, page, pool.read_pages(page), data)
             pool.write_pages(page, data)
         return True
+
+    def _is_undone(self, pool: DevicePool, page: NDArray[np.int64], data: NDArray[np.uint8]) -> bool:
+        """Whether a word of a page would be sound again."""
+        now = pool.read_pages(page)
+        sound = self._sound(pool, page, now)
+        return bool(((data.view(np.uint64) == sound) & (now.view(np.uint64) != sound)).any())
 
     def _sound(self, pool: DevicePool, page: NDArray[np.int64], now: NDArray[np.uint8]) -> NDArray[np.uint64]:
         """The words of a page without the damage that it still has: what was written since is sound."""

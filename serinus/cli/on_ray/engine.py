@@ -20,6 +20,7 @@ from serinus.core.addresses import host_port
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, PeerGone, SerinusError
+from serinus.core.fleet_settings import side_of
 from serinus.core.log import get_logger
 from serinus.parallel import Mesh
 from serinus.ranks.rank_processes import mesh_of
@@ -124,7 +125,7 @@ class RayEngine:
     @property
     def kind(self) -> str:
         """How the planner and the flags call its role."""
-        return "prefill" if self.config.role == "prefill" else "decode"
+        return side_of(self.config.role)
 
     @property
     def stays(self) -> bool:

@@ -27,14 +27,12 @@ from serinus.kernels.cpu.products import BLOCK, LOCALITY, add_word
 from serinus.kernels.cpu.scalar import cgutils, host_has, intrinsic, ir
 from serinus.kernels.huge_pages import collapse_to_huge_pages
 from serinus.kernels.packed import RowBlocks
-from serinus.kernels.quantized import QuantizedWeight
+from serinus.kernels.quantized import E2M1_TWICE, QuantizedWeight
 
 IN_STEP = 8
 """What the input width is filled up to a multiple of."""
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Inputs of a word of 4-bit digits."""
-_MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice what the lower three bits of E2M1 stand for; the fourth is the sign."""
 _PLAIN, _SHIFTED, _E2M1, _E2M1_BY_SHIFTS = range(4)
 """What digits stand for (`RowBlocks.levels`): integers, those less a zero point, E2M1 by a table or by shifts."""
 
@@ -72,10 +70,10 @@ def packed_blocks(weight: QuantizedWeight) -> tuple[Tensor, RowBlocks]:
 
 def _codes(values: Tensor) -> Tensor:
     """Digits of E2M1, int32. Raises ValueError: a value is none of them."""
-    magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.int8)
-    found = torch.bucketize(values.abs(), magnitudes, out_int32=True).clamp_(max=len(_MAGNITUDES) - 1)
+    magnitudes = torch.tensor(E2M1_TWICE, dtype=torch.int8)
+    found = torch.bucketize(values.abs(), magnitudes, out_int32=True).clamp_(max=len(E2M1_TWICE) - 1)
     if not torch.equal(magnitudes[found], values.abs()):
-        raise ValueError(f"kernels: quantized weight of E2M1, expected values of {_MAGNITUDES} and less than 0")
+        raise ValueError(f"kernels: quantized weight of E2M1, expected values of {E2M1_TWICE} and less than 0")
     return found.add_(8 * (values < 0).int())
 
 
@@ -202,7 +200,7 @@ def _pairs(builder: Any, form: _Form, source: Any, j: int, zero: Any) -> _Word:
     numbers = [float(place if place < 16 else place - 32) for place in range(2 * LANES)]
     less = None
     if form.levels in (_E2M1, _E2M1_BY_SHIFTS):
-        numbers = [float(_MAGNITUDES[place & 7] * (-1 if place & 8 else 1)) for place in range(2 * LANES)]
+        numbers = [float(E2M1_TWICE[place & 7] * (-1 if place & 8 else 1)) for place in range(2 * LANES)]
     elif zero is None:
         numbers = [float((place & 15) - 8) for place in range(2 * LANES)]
     else:
@@ -235,7 +233,7 @@ def _floats(builder: Any, form: _Form, source: Any, j: int, zero: Any) -> _Word:
     """Eight inputs of E2M1 as fp32: 32 digits at a time become bytes, by one look into a table of 16."""
     packed = load(builder, shifted(builder, source, j * 64), WORDS)
     half, bytes_ = LANES // 2, ir.VectorType(ir.IntType(8), 2 * LANES)
-    signed = [each * sign for sign in (1, -1) for each in _MAGNITUDES]
+    signed = [each * sign for sign in (1, -1) for each in E2M1_TWICE]
     table = ir.Constant(bytes_, 2 * signed)
 
     def looked_up(digits: Any) -> Any:
