@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP_FLAGS ?=
+# Python compiles a module when it is first imported: of the 15,000 here few ever are, and pip would spend a minute on all
+PIP = $(BIN)/python -m pip install -q --no-compile $(PIP_FLAGS)
 DEMO_FLAGS ?=
 TEST_FLAGS ?=
 JOBS ?= 2
@@ -15,7 +17,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Serinus needs Python 3.11 or newer: make PYTHON=python3.11')"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -e '.[dev]'
+	$(PIP) -e '.[dev]'
 	$(BIN)/python -c "from serinus.kernels import load, warm; warm(load('cpu'))"
 	touch $@
 
@@ -26,12 +28,12 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TEST_FLAGS)
 
 proof: $(STAMP) browser
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -e '.[dev,proof]'
+	$(PIP) -e '.[dev,proof]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --timeout 900 -m 'proof and not gpu' $$($(CHROMIUM) || echo --ignore=tests/browser) $(TEST_FLAGS)
 
 extras: $(STAMP)
 	@$(BIN)/python -c "import ctypes; ctypes.CDLL('libibverbs.so.1')" 2>/dev/null || { echo "make extras: this machine has no libibverbs.so.1, which the backend mooncake needs: apt-get install libibverbs1"; exit 1; }
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -e '.[dev,nixl,mooncake,clients]'
+	$(PIP) -e '.[dev,nixl,mooncake,clients]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/extras $(TEST_FLAGS)
 
 check: $(STAMP)
@@ -44,7 +46,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/table.py --run --write README.md
 
 .venv/.docs: $(STAMP)
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -e '.[dev,docs]'
+	$(PIP) -e '.[dev,docs]'
 	touch $@
 
 docs: .venv/.docs
