@@ -1,7 +1,8 @@
 # make demo | test | proof | extras | check | bench | docs | pictures | wheel | clean. Everything runs from .venv, which is made when it is not there.
 PYTHON ?= python3
 BIN := .venv/bin
-STAMP := .venv/.installed
+STAMP := .venv/.dev
+DEMO := .venv/.demo
 PIP_FLAGS ?=
 # Python compiles a module when it is first imported: of the 15,000 here few ever are, and pip would spend a minute on all
 PIP = $(BIN)/python -m pip install -q --no-compile $(PIP_FLAGS)
@@ -14,14 +15,14 @@ CHROMIUM := { command -v chromium || command -v google-chrome; } >/dev/null
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(DEMO) $(STAMP): pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Serinus needs Python 3.11 or newer: make PYTHON=python3.11')"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[$(@F:.%=%)]'
 	$(BIN)/python -c "from serinus.kernels import load, warm; warm(load('cpu'))"
 	touch $@
 
-demo: $(STAMP)
+demo: $(or $(wildcard $(STAMP)),$(DEMO))
 	$(BIN)/serinus demo $(DEMO_FLAGS)
 
 test: $(STAMP)

