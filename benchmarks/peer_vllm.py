@@ -4,7 +4,7 @@ It runs in an environment of vLLM's and imports nothing of Serinus. Its prefix c
 prefill is what the same prompts take with one token each, in a run of its own before. At its first start it compiles
 itself for some minutes.
 
-    PYTHON benchmarks/peer_vllm.py CHECKPOINT THREADS
+    PYTHON -P benchmarks/peer_vllm.py CHECKPOINT THREADS    # -P: kernels.py here is not the package `kernels`
 """
 
 from __future__ import annotations

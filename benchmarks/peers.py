@@ -205,7 +205,7 @@ class Peer:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         command = [sys.executable, __file__, "--serve", name, str(path), "--threads", str(threads)]
         if name == VLLM:
-            command = [vllm, str(Path(__file__).with_name("peer_vllm.py")), str(path), str(threads)]
+            command = [vllm, "-P", str(Path(__file__).with_name("peer_vllm.py")), str(path), str(threads)]
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
