@@ -64,6 +64,8 @@ class SeqWork:
     """Where asked for: k of the log-probabilities of the *next* prompt token at each of the n positions."""
     next_ids: NDArray[np.int32] | None = None
     """With prompt_logprobs: the prompt token after each position; n ids, or n - 1 at the end of the prompt."""
+    pooled: int = 0
+    """The sum of the hidden states of so many of the n positions is wanted, from the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +125,8 @@ class SeqResult:
     """Why there is no token, although one was asked for: the grammar cannot be followed. The request fails."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One per next_ids entry, where asked for."""
+    pooled: bytes = b""
+    """The sum of hidden states, where asked for and the model gives them out: as TokenLogprobs.hidden has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

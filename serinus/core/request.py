@@ -40,7 +40,7 @@ class TokenLogprobs:
     """The log-probabilities of `top_ids`."""
     hidden: Annotated[bytes, Meta(max_length=1 << 20)] = b""
     """The last hidden state from which that token was chosen, behind the final norm: fp32, little-endian; where
-    SamplingParams.hidden_state asks for it."""
+    SamplingParams.hidden_state asks for it. Or what SamplingParams.pooling makes of those of the prompt."""
 
 
 Places = Annotated[tuple[TokenLogprobs, ...], Meta(max_length=1 << 20)]

@@ -54,6 +54,9 @@ RANGES: Mapping[str, Range] = {
 }
 """Of the parameters that are numbers: what SamplingParams checks, and what the server's description says."""
 
+POOLINGS = ("last", "mean", "cls")
+"""Hidden states of a prompt that are given out: of its last token, the mean of all, of its first token."""
+
 
 def _number(name: str, value: Any, low: float, high: float, expected: str, *, low_open: bool = False) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -178,6 +181,9 @@ class SamplingParams:
     """The same for the prompt's own tokens (from the second one on)."""
     hidden_state: bool = False
     """With the log-probabilities of each chosen token, the hidden state that it was chosen from (embeddings)."""
+    pooling: str = "last"
+    """What that state is (POOLINGS): "mean" and "cls" are of the prompt, so the first token alone has one, and none of
+    the prompt is taken from a cache or a prefill engine."""
     grammar: Grammar | None = None
     """What the answer must look like: end-of-sequence is chosen only where it is complete (docs/STRUCTURED.md)."""
     max_tokens: int | None = None
@@ -209,6 +215,10 @@ class SamplingParams:
         _number_in("repetition_penalty", self.repetition_penalty, "above 0, at most 10")
         if self.hidden_state and self.logprobs is None:
             object.__setattr__(self, "logprobs", 0)
+        if self.pooling not in POOLINGS:
+            raise BadSampling("pooling", self.pooling, " or ".join(POOLINGS))
+        if self.pooling != "last" and not self.hidden_state:
+            raise BadSampling("pooling", self.pooling, "last where hidden_state is not asked for")
         if self.seed is not None:
             _whole_in("seed", self.seed, "a 64-bit integer")
         _check_bias(self.logit_bias)
@@ -231,6 +241,14 @@ class SamplingParams:
     def bias(self) -> TokenBias | None:
         """`logit_bias` as the sampler reads it, where there is any."""
         return self.logit_bias if isinstance(self.logit_bias, TokenBias) else None
+
+    @property
+    def stays_home(self) -> str:
+        """Why no prefill engine can compute its prompt: what it wants of each prompt token is not handed over. Empty =
+        one can."""
+        if self.pooling != "last":
+            return "pooling"
+        return "" if self.prompt_logprobs is None else "prompt_logprobs"
 
     @property
     def greedy(self) -> bool:

@@ -87,7 +87,7 @@ class DecodeRole(PortRole):
         if code:
             self._go_local(request.rid, code)
         elif not self._scheduler.is_remote(request.rid):
-            self._metrics.add("num_local_prompts", 1, "prompt_logprobs")
+            self._metrics.add("num_local_prompts", 1, request.sampling.stays_home)
         elif self._optimistic and len(request.prompt) >= self._scheduler.settings.min_remote_tokens:
             event = PrepareHandoff(rid=request.rid, request=request, address=address)
             self._spans.asked(request.rid)

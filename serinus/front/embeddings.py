@@ -1,8 +1,10 @@
-"""/v1/embeddings: the last hidden state of each text, where the checkpoint is an embedding model."""
+"""/v1/embeddings: the last hidden states of each text, pooled as the checkpoint says, where it is an embedding
+model."""
 
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,7 +35,8 @@ async def embeddings(front: Front, exchange: HttpExchange) -> None:
     prompts = prompts_of("input", body.input)
     front.check_count("input", len(prompts))
     count = len(prompts)
-    asks = await front.asks("input", prompts, [_PARAMS] * count, limit_fields=[""] * count)
+    params = replace(_PARAMS, pooling=use.pooling)
+    asks = await front.asks("input", prompts, [params] * count, limit_fields=[""] * count)
     about = OpenAiBody(priority=body.priority, timeout=body.timeout, cache_salt=body.cache_salt)
     async with front.calling(exchange, asks, about, request_id=new_rid("embd"), start=start) as call:
         await call.run()

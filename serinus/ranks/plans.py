@@ -51,11 +51,12 @@ class _Output(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Asked(msgspec.Struct, frozen=True, array_like=True):
-    """Work that wants log-probabilities of its prompt."""
+    """Work that wants something of each token of its prompt."""
 
     work: Count
-    count: Count
+    count: Count | None
     next_ids: NDArray[np.int32] | None
+    pooled: Count
 
 
 class PlanColumns(msgspec.Struct, frozen=True, array_like=True):
@@ -84,11 +85,12 @@ class PlanColumns(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Seq(msgspec.Struct, frozen=True, array_like=True):
-    """The log-probabilities of one sequence."""
+    """The log-probabilities and hidden states of one sequence."""
 
     work: Count
     logprobs: TokenLogprobs | None
     prompt_logprobs: tuple[TokenLogprobs, ...]
+    pooled: bytes
 
 
 class ResultColumns(msgspec.Struct, frozen=True, array_like=True):
@@ -181,9 +183,9 @@ def pack_plan(plan: StepPlan) -> PlanColumns:
         ),
         outputs=tuple(_Output(index, s.output) for index, s in sampling if s.output is not None),
         asked=tuple(
-            _Asked(index, w.prompt_logprobs, w.next_ids)
+            _Asked(index, w.prompt_logprobs, w.next_ids, w.pooled)
             for index, w in enumerate(work)
-            if w.prompt_logprobs is not None
+            if w.prompt_logprobs is not None or w.pooled
         ),
         writes_4K=_columns([(w.row, w.start, len(w.slots), w.part.value) for w in writes], 4),
         written_X=np.concatenate([w.slots for w in writes]) if writes else _NONE,
@@ -236,6 +238,7 @@ def unpack_plan(columns: PlanColumns) -> StepPlan:
                 whole=bool(wholes[index]),
                 prompt_logprobs=None if wanted is None else wanted.count,
                 next_ids=None if wanted is None else wanted.next_ids,
+                pooled=0 if wanted is None else wanted.pooled,
             )
         )
     return StepPlan(step=columns.step, work=tuple(work), table_writes=_writes(columns))
@@ -316,9 +319,9 @@ def pack_result(result: StepResult) -> ResultColumns:
         step=result.step,
         tokens=tuple(seq.token for seq in result.seqs),
         logprobs=tuple(
-            _Seq(index, seq.logprobs, seq.prompt_logprobs)
+            _Seq(index, seq.logprobs, seq.prompt_logprobs, seq.pooled)
             for index, seq in enumerate(result.seqs)
-            if seq.logprobs is not None or seq.prompt_logprobs
+            if seq.logprobs is not None or seq.prompt_logprobs or seq.pooled
         ),
         ended=tuple(index for index, seq in enumerate(result.seqs) if seq.ends),
         failures=tuple((index, seq.failure) for index, seq in enumerate(result.seqs) if seq.failure),
@@ -336,7 +339,7 @@ def unpack_result(columns: ResultColumns) -> StepResult:
         more = with_logprobs.get(index)
         seq = SeqResult(token=token, ends=index in ended, failure=failures.get(index, ""))
         if more is not None:
-            seq.logprobs, seq.prompt_logprobs = more.logprobs, more.prompt_logprobs
+            seq.logprobs, seq.prompt_logprobs, seq.pooled = more.logprobs, more.prompt_logprobs, more.pooled
         seqs.append(seq)
     return StepResult(
         step=columns.step, seqs=tuple(seqs), mask_seconds=columns.mask_seconds,

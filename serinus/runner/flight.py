@@ -43,6 +43,8 @@ class Flight:
     """Their tokens; none on a rank that does not sample."""
     prompts: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """By number in `work`, the log-probabilities of its prompt tokens."""
+    pooled: Mapping[int, bytes] = field(default_factory=dict)
+    """By number in `work`, the sum of hidden states that it asks for."""
 
     def tokens(self) -> torch.Tensor:
         """int64, on the device: the token of each of `work`, all of which sample. Does not wait."""
@@ -54,7 +56,8 @@ class Flight:
         """What was found for each of `work`. Waits for the device, as far as this step needs it."""
         sampled = [each for rows in self.rows for each in rows.read()]
         found = dict(zip(self.sampling, sampled, strict=False))  # slices that do not sample found nothing
-        return tuple([_result(found.get(i), self.prompts.get(i, ())) for i in range(len(self.work))])
+        places, sums = self.prompts, self.pooled
+        return tuple([_result(found.get(i), places.get(i, ()), sums.get(i, b"")) for i in range(len(self.work))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +69,10 @@ class Behind:
     """Of each sequence of the new step, the number in `flight.work` of what it goes on behind."""
 
 
-def _result(chosen: Sampled | None, prompt: tuple[TokenLogprobs, ...]) -> SeqResult:
+def _result(chosen: Sampled | None, prompt: tuple[TokenLogprobs, ...], pooled: bytes) -> SeqResult:
     if chosen is None:
-        return SeqResult(prompt_logprobs=prompt)
+        return SeqResult(prompt_logprobs=prompt, pooled=pooled)
     return SeqResult(
         token=None if chosen.failure else chosen.token, logprobs=chosen.logprobs, ends=chosen.ends,
-        failure=chosen.failure, prompt_logprobs=prompt,
+        failure=chosen.failure, prompt_logprobs=prompt, pooled=pooled,
     )  # fmt: skip

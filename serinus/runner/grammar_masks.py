@@ -23,6 +23,9 @@ from serinus.core.grammar import Grammar
 from serinus.core.plan import SampleSpec
 from serinus.text import GrammarFailed, GrammarState, GrammarVocabulary
 
+_FIRST_WORDS = 128
+"""Of a mask that allows anything some of these words mostly do: most vocabularies begin with the single bytes."""
+
 
 @dataclass(slots=True, kw_only=True)
 class StepMasks:
@@ -30,6 +33,7 @@ class StepMasks:
 
     rows: list[int]
     words_RW: NDArray[np.int32]
+    """They are those of the next step as soon as that is begun."""
     last: frozenset[int] = frozenset()
     """Rows whose answer can only end: an end-of-sequence token is all that is left."""
     failures: dict[int, str] = field(default_factory=dict)
@@ -61,6 +65,7 @@ class GrammarMasks:
         self._seconds: tuple[float | None, float] = (None, 0.0)
         self._words = (width + 31) // 32
         self._kept = kept
+        self._room_RW = np.empty((0, self._words), np.int32)
         self._states: OrderedDict[str, tuple[Grammar, GrammarState]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "grammar")
         self._vocabulary: Future[GrammarVocabulary] = self._thread.submit(vocabulary)
@@ -122,14 +127,14 @@ class GrammarMasks:
                 begun.append(index)
             except RequestError as error:
                 failures[row] = str(error)
-        words_RW = np.zeros((len(states), self._words), np.int32)
+        words_RW = self._room(len(states))
         verdicts = self._vocabulary.result().allow(states, words_RW) if states else []
-        some = np.bitwise_or.reduce(words_RW, axis=1).tolist()  # in half the time of `any`
+        some = np.bitwise_or.reduce(words_RW[:, :_FIRST_WORDS], axis=1).tolist()  # in half the time of `any`
         last: set[int] = set()
         good: list[int] = []
         """Of the states, those with a mask."""
         for at, (index, verdict) in enumerate(zip(begun, verdicts, strict=True)):
-            row, goes_on = rows[index], some[at] != 0
+            row, goes_on = rows[index], some[at] != 0 or bool(words_RW[at].any())
             if verdict is True:
                 _allow_ids(words_RW[at], specs[index].stop_ids)
             if isinstance(verdict, GrammarFailed):
@@ -152,6 +157,12 @@ class GrammarMasks:
             rows=[rows[begun[at]] for at in good], words_RW=words_RW if len(good) == len(states) else words_RW[good],
             last=frozenset(last), failures=failures,
         )  # fmt: skip
+
+    def _room(self, count: int) -> NDArray[np.int32]:
+        """For so many masks. That of the step before, which has been read: new memory costs a fault for each page."""
+        if len(self._room_RW) < count:
+            self._room_RW = np.empty((count, self._words), np.int32)
+        return self._room_RW[:count]
 
     def _state(self, rid: str, spec: SampleSpec) -> GrammarState:
         """The state after the tokens of the answer so far. Cost: one look at them, and 3 us for each that is new."""

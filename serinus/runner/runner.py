@@ -270,8 +270,10 @@ class Runner:
             return Flight(step=plan.step, work=work)
         whole = staged.batch.wanted_W is None
         rows = self._sample(work, sampling, hidden_WE, staged.ends_B, masks, whole=whole)
-        prompts = {i: self._prompt_logprobs(w, hidden_WE, staged.ends_B[i]) for i, w in enumerate(work) if _asks(w)}
-        return Flight(step=plan.step, work=work, sampling=sampling, rows=rows, prompts=prompts)
+        asked, ends = [(i, w) for i, w in enumerate(work) if _asks(w)], staged.ends_B
+        prompts = {i: self._prompt_logprobs(w, hidden_WE, ends[i]) for i, w in asked if w.next_ids is not None}
+        pooled = {i: self._pooled(w, hidden_WE, ends[i]) for i, w in asked if w.pooled}
+        return Flight(step=plan.step, work=work, sampling=sampling, rows=rows, prompts=prompts, pooled=pooled)
 
     def _forward(self, batch: ForwardBatch, inflow: torch.Tensor | None) -> torch.Tensor:
         return self._model.forward(batch, self._kv, self._rows, self._hook, inflow)
@@ -317,7 +319,8 @@ class Runner:
 
     def _add_hidden(self, chosen: Chosen, specs: Sequence[SampleSpec], hidden_BE: torch.Tensor) -> None:
         """Give the rows that ask for it their hidden state, where the model gives it out. Waits for the device then."""
-        asked = [row for row, spec in enumerate(specs) if spec.params.hidden_state and row in chosen.logprobs]
+        params = [spec.params for spec in specs]
+        asked = [row for row in chosen.logprobs if params[row].hidden_state and params[row].pooling == "last"]
         states_BE = self._model.final_hidden(hidden_BE[asked]) if asked else None
         if states_BE is None:
             return
@@ -342,6 +345,13 @@ class Runner:
             return None
         specs = [spec for i in sampling if (spec := work[i].sample) is not None]
         return self._grammars.begin([work[i].rid for i in sampling], specs)
+
+    def _pooled(self, work: SeqWork, hidden_TE: torch.Tensor, end: int) -> bytes:
+        """The sum of the hidden states that one chunk wants; empty where the model gives out none. Waits for the
+        device."""
+        begin = int(end) - len(work.tokens)
+        states_NE = self._model.final_hidden(hidden_TE[begin : begin + work.pooled])
+        return b"" if states_NE is None else states_NE.float().sum(0).cpu().numpy().astype("<f4").tobytes()
 
     def _prompt_logprobs(self, work: SeqWork, hidden_TE: torch.Tensor, end: int) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the prompt tokens after each position of one chunk, some rows at a time."""
@@ -387,4 +397,4 @@ def _names(parts: Iterable[Part]) -> str:
 
 def _asks(work: SeqWork) -> bool:
     """Whether hidden states of all its tokens are needed."""
-    return work.prompt_logprobs is not None
+    return work.prompt_logprobs is not None or work.pooled > 0

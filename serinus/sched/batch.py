@@ -196,6 +196,7 @@ class Batch:
             whole=True,
             prompt_logprobs=state.request.sampling.prompt_logprobs if wants_logprobs else None,
             next_ids=state.tokens[start + 1 : min(end + 1, state.prompt_len)] if wants_logprobs else None,
+            pooled=state.pooled_of(start, end),
         )
 
     def _within_window_room(self, state: ReqState, start: int, end: int) -> int:

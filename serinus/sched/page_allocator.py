@@ -72,9 +72,10 @@ class PageAllocator:
     # What is cached
 
     def match_limit(self, state: ReqState) -> int:
-        """Tokens it may take from the cache: at least one must be computed, to have logits; and a prompt token with a
-        wanted log-probability needs the one before it computed."""
-        if state.cold or state.alone:
+        """Tokens it may take from the cache: at least one must be computed, to have logits; a prompt token with a
+        wanted log-probability needs the one before it computed; and where hidden states of the prompt are pooled, all
+        of it is computed."""
+        if state.cold or state.alone or state.pools:
             return 0
         collected = state.prompt_logprobs
         if collected is not None and len(collected) < state.prompt_len:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 import numpy as np
@@ -27,7 +27,7 @@ from serinus.core.errors import InvariantError
 from serinus.core.handoff import HandoffSpec
 from serinus.core.history import TokenHistory
 from serinus.core.parts import OwnPages, PageSpan, Part
-from serinus.core.plan import SampleSpec, SeqWork
+from serinus.core.plan import SampleSpec, SeqResult, SeqWork
 from serinus.core.request import KvIntegrity, Request, TokenLogprobs, Usage
 from serinus.core.stamps import ChainHashes
 from serinus.sched.page_row import PageRow
@@ -171,6 +171,8 @@ class ReqState:
     """Its tokens as penalties look at them, where it has any: made once, however often it runs again."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Collected so far, where asked for: those of the first len() prompt tokens."""
+    states_sum: NDArray[np.float32] | None = None
+    """While it `pools`: the sum of the hidden states of its prompt so far; None = the model gives out none."""
     turn: int = 0
     """Number of its last turn to decode, counted over all requests; only where several plans can be under way."""
     skips: int = 0
@@ -271,6 +273,29 @@ class ReqState:
     def wants_chunk(self) -> bool:
         """While it prefills: whether some of its prompt is in no plan yet."""
         return self.planned < self.known and not self.aborting
+
+    @property
+    def pools(self) -> bool:
+        """Whether hidden states of its prompt are pooled: its first token, which they are given out with, is not
+        chosen."""
+        return self.request.sampling.pooling != "last" and self.known == self.prompt_len
+
+    def pooled_of(self, start: int, end: int) -> int:
+        """Of a chunk, how many positions are pooled, from its first."""
+        if not self.pools:
+            return 0
+        return end - start if self.request.sampling.pooling == "mean" else int(start == 0)
+
+    def take_pooled(self, work: SeqWork, seq: SeqResult) -> None:
+        """A chunk of it was computed, in order; behind the last one the pooled state is that of its token."""
+        if work.pooled:
+            found = np.frombuffer(seq.pooled, "<f4")
+            before = None if work.start == 0 else self.states_sum
+            self.states_sum = None if not len(found) else found if before is None else before + found
+        if self.pools and seq.logprobs is not None and self.states_sum is not None:
+            count = self.prompt_len if self.request.sampling.pooling == "mean" else 1
+            seq.logprobs = replace(seq.logprobs, hidden=(self.states_sum / np.float32(count)).tobytes())
+            self.states_sum = None
 
     def move(self, phase: Phase) -> None:
         """Change phase; raises InvariantError where that is no legal change."""

@@ -103,7 +103,8 @@ class Scheduler:
         """Take a request: its prompt is computed here (`local_reason`: why, in a decode engine), by a prefill engine
         (`remote`), or here for a decode engine (`handoff`).
 
-        A remote request that wants prompt log-probabilities is computed here: a handoff does not carry them.
+        A remote request that wants log-probabilities or pooled states of its prompt is computed here: a handoff does
+        not carry them.
         Raises BadRequest (id in use, ids outside the vocabulary, bad `held`), PromptTooLong (it could never be
         served), CapacityError (max_queued_requests wait already), RateLimited (too many of its API key do),
         TooLate (its prompt cannot be computed before its deadline).
@@ -116,8 +117,8 @@ class Scheduler:
             check_handoff(handoff, request, self.settings.page_size)
         self._requests.check_room(request, self.settings)
         deadline = deadline_of(request, self.settings)
-        if remote and request.sampling.prompt_logprobs is not None:
-            remote, local_reason = False, "prompt_logprobs"
+        if remote and (reason := request.sampling.stays_home):
+            remote, local_reason = False, reason
         self._arrivals += 1
         state = ReqState(
             request=request,

@@ -78,6 +78,7 @@ class StepCommit:
                     f" expected {len(work.next_ids)}"
                 )
             state.prompt_logprobs.extend(seq.prompt_logprobs[len(state.prompt_logprobs) - 1 - work.start :])
+        state.take_pooled(work, seq)
         self._allocator.publish(state)
         if work.sample is None:
             chunk = self._outgoing.announce(state) if state.handoff else None

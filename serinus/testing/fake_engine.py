@@ -311,7 +311,8 @@ class FakeEngine:
         finish = FinishReason.STOP if stopped else FinishReason.LENGTH if ends else None
         logprobs: tuple[TokenLogprobs, ...] = ()
         if sampling.logprobs is not None:
-            hidden = struct.pack("<2f", 3.0, len(sequence.prompt)) if sampling.hidden_state else b""
+            about = {"last": 3.0, "mean": 4.0, "cls": 5.0}[sampling.pooling]
+            hidden = struct.pack("<2f", about, len(sequence.prompt)) if sampling.hidden_state else b""
             logprobs = (replace(self._lp(token_id, sampling.logprobs), hidden=hidden),)
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if first and sampling.prompt_logprobs is not None:

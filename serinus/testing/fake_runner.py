@@ -160,9 +160,10 @@ class FakeRunner:
             assert work.prompt_logprobs is not None, f"testing: {work.rid} has next_ids, but wants no log-probabilities"
             content = self.content_S[slots[: len(work.next_ids)]].tolist()
             prompt_logprobs = tuple(map(_logprob, content, work.next_ids.tolist()))
+        pooled = _states(self.content_S[slots[: work.pooled]]).sum(0, np.float32).tobytes() if work.pooled else b""
         spec = work.sample
         if spec is None:
-            return SeqResult(prompt_logprobs=prompt_logprobs)
+            return SeqResult(prompt_logprobs=prompt_logprobs, pooled=pooled)
         assert spec.position == end, f"testing: {work.rid} samples position {spec.position}, expected {end}"
         fold = _fold(self.content_S[self.table_RC[work.row, :end]])
         for part, window in self.windows.items():
@@ -171,7 +172,7 @@ class FakeRunner:
         _check_history(spec)
         token = _choose(fold, spec, self.vocab_size)
         logprobs = _logprob(before, token) if spec.params.logprobs is not None else None
-        return SeqResult(token=token, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        return SeqResult(token=token, logprobs=logprobs, prompt_logprobs=prompt_logprobs, pooled=pooled)
 
 
 def copy_pages(
@@ -219,6 +220,20 @@ def fake_continue(
             break
         chain.append(_link(chain[-1], token))
     return output
+
+
+def fake_pooled(request: Request) -> bytes:
+    """What the fake model gives out as the pooled hidden state of a prompt."""
+    content = [_ROOT]
+    for token in request.prompt.tolist():
+        content.append(_link(content[-1], token))
+    states = _states(np.array(content[1:], np.uint64))
+    return bytes((states.mean(0, np.float32) if request.sampling.pooling == "mean" else states[0]).tobytes())
+
+
+def _states(content: NDArray[np.uint64]) -> NDArray[np.float32]:
+    """Hidden states, of whole numbers: their sums are exact."""
+    return np.stack([content % 1009, content % 31], axis=1).astype("<f4")
 
 
 def fake_prompt_logprobs(request: Request) -> list[TokenLogprobs]:

@@ -12,7 +12,7 @@ from typing import Any
 from serinus.core.handoff import ChunkReady, HandoffSpec, Reservation
 from serinus.core.request import FinishReason, Request
 from serinus.sched import Outcome
-from serinus.testing.fake_runner import copy_pages, fake_continue, fake_prompt_logprobs
+from serinus.testing.fake_runner import copy_pages, fake_continue, fake_pooled, fake_prompt_logprobs
 from serinus.testing.tiny_engine import TinyEngine
 
 
@@ -223,6 +223,8 @@ class HandoffPair:
             assert answer.finish is (FinishReason.STOP if stopped else FinishReason.LENGTH), f"testing: {rid}: {answer}"
             if request.sampling.prompt_logprobs is not None:
                 assert answer.prompt_logprobs == fake_prompt_logprobs(request), f"testing: {rid}: {answer}"
+            if request.sampling.pooling != "last":
+                assert answer.logprobs[0].hidden == fake_pooled(request), f"testing: {rid}: {answer}"
             wanted = len(expected) if request.sampling.logprobs is not None else 0
             assert len(answer.logprobs) == wanted, f"testing: {rid} got {len(answer.logprobs)} log-probabilities"
 

@@ -10,7 +10,8 @@ from typing import Any
 from serinus.core.errors import ConfigError
 from serinus.text.tokenizer import read_json, tokenizer_folder
 
-_LAST = "lasttoken"
+_POOLINGS = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean", "cls_token": "cls", "cls": "cls"}
+"""Names of sentence-transformers, and what SamplingParams.pooling calls them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,9 @@ class EmbeddingUse:
     """What is done with the last hidden states of a text."""
 
     refused: str = ""
-    """Why no embeddings can be made here; empty = the state of the last token is the embedding."""
+    """Why no embeddings can be made here."""
+    pooling: str = "last"
+    """As SamplingParams has it."""
     normalized: bool = False
     """Whether its length is made 1."""
 
@@ -37,10 +40,12 @@ def load_embedding_use(path: str, revision: str | None) -> EmbeddingUse:
         return EmbeddingUse(refused=f"this one has a module {strange[0]}, which is not supported")
     pooling = read_json(folder / kinds.get("Pooling", "") / "config.json") if "Pooling" in kinds else {}
     chosen = [name.removeprefix("pooling_mode_") for name, on in pooling.items() if on is True and "_mode_" in name]
-    if chosen != [_LAST]:
-        found = ", ".join(chosen) or "none that is known"
-        return EmbeddingUse(refused=f"expected pooling of the last token, this one has {found}")
-    return EmbeddingUse(normalized="Normalize" in kinds)
+    if isinstance(named := pooling.get("pooling_mode"), str):
+        chosen = [named]
+    if len(chosen) != 1 or chosen[0] not in _POOLINGS:
+        expected = "pooling of the last token, of the first one or of the mean of all"
+        return EmbeddingUse(refused=f"expected {expected}, this one has {', '.join(chosen) or 'none that is known'}")
+    return EmbeddingUse(pooling=_POOLINGS[chosen[0]], normalized="Normalize" in kinds)
 
 
 def _modules(file: Path) -> list[dict[str, Any]]:

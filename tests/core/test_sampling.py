@@ -40,6 +40,9 @@ from serinus.core.sampling import SamplingParams
         ("logprobs", -1),
         ("logprobs", 65),
         ("prompt_logprobs", 65),
+        ("pooling", "max"),
+        ("pooling", ["mean"]),
+        ("pooling", "mean"),  # of hidden states that are not asked for
         ("logit_bias", {1: 101.0}),
         ("logit_bias", {1: math.nan}),
         ("logit_bias", {-1: 0.0}),

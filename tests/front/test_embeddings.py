@@ -1,4 +1,5 @@
-"""/v1/embeddings of an embedding model, before an engine whose hidden states are (3, tokens of the text)."""
+"""/v1/embeddings of an embedding model, before an engine whose hidden states are (3, tokens of the text): 3 of a last
+token, 4 of a mean, 5 of a first token."""
 
 from __future__ import annotations
 
@@ -19,11 +20,18 @@ MODULES = [{"path": "1_Pooling", "type": "x.Pooling"}, {"path": "2_Normalize", "
 
 
 @pytest.fixture
-def embedder(byte_folder: Path, tmp_path: Path, new_endpoint: Callable[[], str]) -> Iterator[RunningFront]:
+def pooling() -> str:
+    return "lasttoken"
+
+
+@pytest.fixture
+def embedder(
+    byte_folder: Path, tmp_path: Path, new_endpoint: Callable[[], str], pooling: str
+) -> Iterator[RunningFront]:
     folder = tmp_path / "embedder"
     shutil.copytree(byte_folder, folder)
     (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{pooling}": True}))
     (folder / "modules.json").write_text(json.dumps(MODULES))
     settings = front_settings(model_path=str(folder), served_model_name="canary")
     with running_front(settings, FakeEngine(endpoint=new_endpoint(), vocab_size=267)) as running:
@@ -41,6 +49,12 @@ def test_texts_and_ids_are_embedded_in_their_order(embedder: RunningFront) -> No
             assert each["embedding"] == pytest.approx(expected.tolist(), abs=1e-6)
         assert counts[0] > counts[1]
         assert answer["usage"] == {"prompt_tokens": sum(counts), "total_tokens": sum(counts)}
+
+
+@pytest.mark.parametrize(("pooling", "about"), [("mean_tokens", 4.0), ("cls_token", 5.0)])
+def test_the_engine_pools_as_the_checkpoint_says(embedder: RunningFront, about: float) -> None:
+    (found,) = embedder.post("/v1/embeddings", {"model": "canary", "input": [[5, 6, 7]]}).json()["data"]
+    assert found["embedding"] == pytest.approx([about / np.hypot(about, 3.0), 3.0 / np.hypot(about, 3.0)])
 
 
 def test_fewer_dimensions_are_the_first_ones_of_length_1(embedder: RunningFront) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check(checkpoint: Path, found: Sequence[Sequence[TokenLogprobs]]) -> None:
+POOLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "last": lambda states: states[-1], "mean": lambda states: states.mean(0), "cls": lambda states: states[0],
+}  # fmt: skip
+"""What each pooling makes of the states of a text."""
+
+
+def check(checkpoint: Path, found: Sequence[Sequence[TokenLogprobs]], pooling: str = "last") -> None:
     """Each prompt has one place, with the state of transformers."""
     from transformers import AutoModel
 
     model: Any = AutoModel.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
     for ids, (place,) in zip(PROMPTS, found, strict=True):
         with torch.no_grad():
-            expected = model(torch.tensor([ids])).last_hidden_state[0, -1].numpy()
+            expected = POOLED[pooling](model(torch.tensor([ids])).last_hidden_state[0]).numpy()
         np.testing.assert_allclose(np.frombuffer(place.hidden, "<f4"), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -49,6 +55,19 @@ def test_hidden_states_are_those_of_transformers(checkpoint: Path, mesh: dict[st
     with LLM(str(checkpoint), dtype="float32", max_total_tokens=512, **mesh) as llm:
         outputs = llm.generate(PROMPTS, sampling)
     check(checkpoint, [output.outputs[0].logprobs for output in outputs])
+
+
+@pytest.mark.parametrize("mesh", [{}, pytest.param({"tp_size": 2, "pp_size": 2}, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_pooled_states_are_those_of_transformers(checkpoint: Path, pooling: str, mesh: dict[str, int]) -> None:
+    """Whether the prompts are computed in one chunk or in several, beside others, or were computed before."""
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, hidden_state=True, pooling=pooling)
+    with LLM(str(checkpoint), dtype="float32", max_total_tokens=512, chunked_prefill_size=16, **mesh) as llm:
+        llm.generate(PROMPTS, SamplingParams(max_new_tokens=1, temperature=0.0))
+        outputs = llm.generate(PROMPTS, sampling)
+        again = llm.generate(PROMPTS, SamplingParams(max_new_tokens=1, temperature=0.0, hidden_state=True))
+    check(checkpoint, [output.outputs[0].logprobs for output in outputs], pooling)
+    check(checkpoint, [output.outputs[0].logprobs for output in again])
 
 
 def test_through_a_prefill_engine_it_comes_with_the_first_token(checkpoint: Path) -> None:

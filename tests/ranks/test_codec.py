@@ -120,6 +120,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
                 whole=draw(st.booleans()),
                 prompt_logprobs=asks,
                 next_ids=None if asks is None else np.arange(count, dtype=np.int32),
+                pooled=draw(st.integers(0, count)),
             )
         )
     writes = tuple(
@@ -145,6 +146,7 @@ results = st.builds(
             token=st.none() | ids(),
             logprobs=st.none() | logprobs,
             prompt_logprobs=st.lists(logprobs, max_size=2).map(tuple),
+            pooled=st.binary(max_size=8),
         ),
         max_size=5,
     ).map(tuple),

@@ -81,6 +81,15 @@ def test_what_was_asked_before_changes_nothing(masks: GrammarMasks) -> None:
     assert len(masks._states) <= 3
 
 
+def test_a_mask_allows_what_lies_behind_its_first_words_too(
+    masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serinus.runner.grammar_masks._FIRST_WORDS", 1)  # 0 to 9, a and b are in later ones
+    step = made(masks, {"a": spec(DIGITS), "b": spec(DIGITS, "42ab"), "c": spec(DIGITS, "42")})
+    assert [allowed(words) for words in step.words_RW] == ["0123456789", "$", "a$"]
+    assert step.last == {1}
+
+
 def test_no_step_without_a_grammar_costs_a_mask(masks: GrammarMasks) -> None:
     assert masks.begin(["a"], [spec(None)]) is None
 

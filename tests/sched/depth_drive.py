@@ -24,10 +24,11 @@ from serinus.core.request import FinishReason, Request
 from serinus.core.rng import Rng
 from serinus.sched import Healing
 from serinus.testing.builders import make_request
-from serinus.testing.fake_runner import fake_continue, fake_prompt_logprobs
+from serinus.testing.fake_runner import fake_continue, fake_pooled, fake_prompt_logprobs
 from serinus.testing.tiny_engine import TinyEngine
 
 VOCAB = 50
+POOLED = [{"hidden_state": True, "pooling": "mean"}, {"hidden_state": True, "pooling": "cls", "prompt_logprobs": 0}]
 BEGINNINGS = [[7] * 13 + [8] * 12, [7] * 9 + [9] * 20, [6] * 28, [5] * 24, [4, 3] * 12, []]
 
 
@@ -68,7 +69,7 @@ class Drive:
         cache = self.engine.cache
         prompt = prompt[: min(46, (cache.page_count - 1) * cache.page_size - 1)]
         rid = f"r{len(self.requests)}"
-        sampling: dict[str, Any] = rng.choice([{}, {"temperature": 1.0}, {"prompt_logprobs": 0}])
+        sampling: dict[str, Any] = rng.choice([{}, {"temperature": 1.0}, {"prompt_logprobs": 0}, *POOLED])
         request = make_request(rid, prompt, seed=len(self.requests), max_new_tokens=rng.randint(1, 14), **sampling)
         request = replace(request, stream=self.heals and rng.random() < 0.5)
         self.requests[rid] = request
@@ -229,6 +230,9 @@ class Drive:
         assert answer.tokens == expected, f"{rid}: {answer}, expected {expected}"
         if request.sampling.prompt_logprobs is not None:
             assert answer.prompt_logprobs == fake_prompt_logprobs(request), f"{rid}: {answer}"
+        if request.sampling.hidden_state:
+            given = [place.hidden for place in answer.logprobs]
+            assert given == [fake_pooled(request), *[b""] * (len(given) - 1)], f"{rid}: {answer}"
 
 
 def drive(seed: int, depth: int, turns: int = 250, *, heals: bool = False) -> Counter[str]:

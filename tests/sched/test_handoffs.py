@@ -267,12 +267,16 @@ def test_a_prompt_that_lacks_little_is_computed_here() -> None:
     pair.check_answers()
 
 
-def test_prompt_logprobs_keep_a_request_at_home() -> None:
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [({"prompt_logprobs": 0}, "prompt_logprobs"), ({"hidden_state": True, "pooling": "mean"}, "pooling")],
+)
+def test_what_is_wanted_of_each_prompt_token_keeps_a_request_at_home(wanted: dict[str, Any], reason: str) -> None:
     pair = HandoffPair()
-    pair.add(make_request("a", PROMPT, max_new_tokens=2, prompt_logprobs=0), remote=True)
+    pair.add(make_request("a", PROMPT, max_new_tokens=2, **wanted), remote=True)
     assert pair.decode.scheduler.take_reservations(0.0) == ()
     pair.calm()
-    assert pair.decode.answers["a"].last.usage.local_reason == "prompt_logprobs"  # type: ignore[union-attr]
+    assert pair.decode.answers["a"].last.usage.local_reason == reason  # type: ignore[union-attr]
     pair.check_answers()
 
 

@@ -38,6 +38,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"max_new_tokens": 9, "min_new_tokens": 3, "stop_token_ids": (1,)},
     {"temperature": 1.0, "seed": 5, "max_new_tokens": 12},
     {"max_new_tokens": 4, "prompt_logprobs": 0, "logprobs": 1},
+    {"max_new_tokens": 2, "hidden_state": True, "pooling": "mean"},
     {"ignore_eos": True},
 ]
 """The last one runs to the end of the context or the pool."""

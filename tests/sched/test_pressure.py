@@ -6,7 +6,7 @@ import pytest
 
 from serinus.core.request import FinishReason, Request
 from serinus.core.rng import Rng
-from serinus.testing.fake_runner import fake_continue, fake_prompt_logprobs
+from serinus.testing.fake_runner import fake_continue, fake_pooled, fake_prompt_logprobs
 from serinus.testing.tiny_engine import TinyEngine
 
 
@@ -69,6 +69,20 @@ def test_prompt_logprobs_survive_a_retraction_in_the_middle_of_the_prompt() -> N
     assert retracted_early
     finish_all(engine, [*old, young])
     assert engine.answers["c"].prompt_logprobs == fake_prompt_logprobs(young)
+
+
+def test_pooled_states_begin_anew_where_a_retraction_took_the_pages_of_the_prompt() -> None:
+    engine = TinyEngine(page_count=12, growth_tokens=0, chunked_prefill_size=4)
+    old = [engine.add(rid, [ord(rid)] * 4, max_new_tokens=18) for rid in ("a", "b")]
+    engine.step()
+    engine.step()
+    young = engine.add("c", list(range(20, 44)), max_new_tokens=2, hidden_state=True, pooling="mean")
+    retracted_early = False
+    while (outcome := engine.step()) is not None:
+        retracted_early = retracted_early or (outcome.retracted > 0 and "c" not in engine.answers)
+    assert retracted_early
+    finish_all(engine, [*old, young])
+    assert [place.hidden for place in engine.answers["c"].logprobs] == [fake_pooled(young), b""]
 
 
 def test_newcomers_wait_until_the_running_requests_have_room_to_grow() -> None:

@@ -7,7 +7,7 @@ import pytest
 from serinus.core.errors import InvariantError
 from serinus.core.plan import SeqResult, StepResult
 from serinus.core.request import FinishReason, TokenLogprobs
-from serinus.testing.fake_runner import fake_continue, fake_prompt_logprobs
+from serinus.testing.fake_runner import fake_continue, fake_pooled, fake_prompt_logprobs
 from serinus.testing.tiny_engine import TinyEngine
 
 PROMPT = list(range(10, 30))
@@ -191,6 +191,20 @@ def test_prompt_logprobs_come_once_with_the_first_token_and_bypass_the_cache() -
     assert engine.answers["a"].prompt_logprobs == fake_prompt_logprobs(request)
     assert engine.answers["a"].prompt_logprobs[0] == TokenLogprobs(logprob=None)
     assert len(engine.answers["a"].logprobs) == 3
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_pooled_states_come_with_the_first_token_and_of_the_whole_prompt(pooling: str) -> None:
+    """None of it is taken from the cache: hidden states are not kept there."""
+    engine = TinyEngine(chunked_prefill_size=8)
+    engine.add("warm", PROMPT, max_new_tokens=1)
+    engine.run()
+    request = engine.add("a", PROMPT, max_new_tokens=3, hidden_state=True, pooling=pooling)
+    outcomes = [engine.step() for _ in range(3)]
+    assert sum(o.prompt_tokens for o in outcomes if o) == 20
+    engine.run()
+    assert [place.hidden for place in engine.answers["a"].logprobs] == [fake_pooled(request), b"", b""]
+    assert engine.answers["a"].prompt_logprobs == []
 
 
 def test_usage_tells_queueing_and_the_first_token_apart() -> None:

@@ -30,6 +30,19 @@ def test_the_state_of_the_last_token_is_the_embedding(tmp_path: Path) -> None:
     assert said(tmp_path, [TRANSFORMER, POOLING, NORMALIZE], LAST) == EmbeddingUse(normalized=True)
 
 
+@pytest.mark.parametrize(
+    ("pooling", "meant"),
+    [
+        ({**LAST, "pooling_mode_lasttoken": False, "pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode_cls_token": True}, "cls"),
+        ({"embedding_dimension": 8, "pooling_mode": "mean"}, "mean"),
+        ({"embedding_dimension": 8, "pooling_mode": "lasttoken"}, "last"),
+    ],
+)
+def test_so_are_the_mean_and_the_state_of_the_first_token(tmp_path: Path, pooling: Any, meant: str) -> None:
+    assert said(tmp_path, [TRANSFORMER, POOLING], pooling) == EmbeddingUse(pooling=meant)
+
+
 def test_without_that_module_its_length_stays(tmp_path: Path) -> None:
     assert said(tmp_path, [TRANSFORMER, POOLING], LAST) == EmbeddingUse()
 
@@ -41,8 +54,9 @@ def test_a_checkpoint_without_modules_embeds_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("modules", "pooling", "reason"),
     [
-        ([TRANSFORMER, POOLING], {**LAST, "pooling_mode_lasttoken": False, "pooling_mode_mean_tokens": True},
-         "this one has mean_tokens"),
+        ([TRANSFORMER, POOLING], {**LAST, "pooling_mode_lasttoken": False, "pooling_mode_max_tokens": True},
+         "this one has max_tokens"),
+        ([TRANSFORMER, POOLING], {"pooling_mode": "weightedmean"}, "this one has weightedmean"),
         ([TRANSFORMER, POOLING], {**LAST, "pooling_mode_mean_tokens": True}, "has mean_tokens, lasttoken"),
         ([TRANSFORMER], None, "has none that is known"),
         ([TRANSFORMER, POOLING, {"path": "2_Dense", "type": "models.Dense"}], LAST, "module Dense"),
