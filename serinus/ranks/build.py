@@ -41,6 +41,7 @@ from serinus.ranks.largest_step import largest_step_bytes
 from serinus.ranks.load_progress import LoadProgress
 from serinus.ranks.memory import available_bytes, trim
 from serinus.ranks.memory_account import MemoryAccount
+from serinus.ranks.peer_sums import share_sums
 from serinus.ranks.sizes import chunk_of, part_specs
 from serinus.ranks.tier_parts import Tiers, build_tiers, host_counts, namespace_of
 from serinus.runner import GrammarMasks, Runner, batch_sizes, oracle_token
@@ -136,6 +137,7 @@ def build_rank(
     if threads:
         torch.set_num_threads(threads)
     kernels = _load_kernels(config, device, phases)
+    share_sums(config, comm, device, kernels)
     spec = spec_of(config.model, device=device)
     shard = spec.shards(mesh, config.parallel.partition)[rank]
     own = spec.on(shard)

@@ -20,7 +20,9 @@ from serinus.models.small_checkpoints import make_toy
 from serinus.ranks.steps_ahead import StepsAhead
 from serinus.wire.messages import Abort
 
-SHAPES: dict[str, dict[str, Any]] = {"full": {}, "sliding": {"window": 10, "layer_types": "SFS"}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "full": {}, "sliding": {"window": 10, "layer_types": "SFS"},
+}  # fmt: skip
 CANARIES: dict[str, dict[str, Any]] = {
     "none": {"kv_canary": "none"}, "full": {"kv_canary": "heal", "kv_canary_coverage": "full"},
     "rotating": {"kv_canary": "raise", "kv_canary_coverage": "rotating:3"},
@@ -30,7 +32,7 @@ CANARIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=list(SHAPES), scope="module")
 def toy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toy(
-        tmp_path_factory.mktemp("toy"), vocab=64, context=128, tokenizer=False, **SHAPES[request.param]
+        tmp_path_factory.mktemp("toy"), vocab=64, context=128, tokenizer=False, kv_heads=2, **SHAPES[request.param]
     )  # fmt: skip
 
 
@@ -140,7 +142,26 @@ def test_tables_are_written_also_where_nothing_goes_on_behind_a_step_that_was_ah
     ahead, slots = plan.ahead, np.arange(8, 12)
     assert ahead is not None
     writes = (TableWrite(row=5, start=0, slots=slots),)
-    result = runner.run(StepPlan(step=plan.step + 1, work=ahead.work, table_writes=writes))
+    result = runner.run(
+        StepPlan(step=plan.step + 1, work=ahead.work, table_writes=writes, takes=np.arange(len(ahead.work)))
+    )
     assert result is not None
     assert runner.taken == 1
     assert runner._runner._tables[Part.FULL].table[5, :4].tolist() == slots.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("canary", list(CANARIES))
+def test_two_slices_that_overlap_answer_as_one_rank_that_waits(serve: Any, canary: str) -> None:
+    """The second slice, a process of its own, has its passes ahead by plans as they travel, and tokens by broadcast."""
+    taken = 0
+    for seed in range(2):
+        requests = requests_of(seed, plain=seed % 2 == 0)
+        expected = run(serve(overlaps=False, **CANARIES[canary]), requests)
+        found = run(serve(overlaps=True, tp_size=2, device="cpu", **CANARIES[canary]), requests)
+        assert found.ends == expected.ends, seed
+        for rid, end in expected.ends.items():
+            shorter, longer = sorted((expected.tokens[rid], found.tokens[rid]), key=len)
+            assert shorter == (longer[: len(shorter)] if end is FinishReason.ABORT else longer), (seed, rid)
+        taken += found.taken
+    assert taken > 20
