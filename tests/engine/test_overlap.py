@@ -103,6 +103,8 @@ def run(llm: LLM, requests: Sequence[tuple[int, Request, int | None]]) -> Answer
                 assert receipt is None or receipt.slots_checked == receipt.slots_due
             elif cut[delta.rid] == len(got):
                 messages.append(FrontMessage(front="f", message=Abort(rid=delta.rid, reason="enough")))
+        if engine.line.size > 1 and engine.wait_s:
+            engine.line.wait_any((), engine.wait_s)
         assert turn < 4000
     while not engine.idle:
         llm._turn([])

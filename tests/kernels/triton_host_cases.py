@@ -164,12 +164,13 @@ def peer_sums(seed: int, device: str) -> str:
         dtype = rng.choice((torch.float32, torch.bfloat16) if device != "cpu" else (torch.float32,))
         count = rng.choice((1, 100, 2048, 6144, 5000))
         parts = [torch.randn(count, generator=generator).to(device, dtype) for _ in range(ranks)]
-        for block in range(-(-count // 2048)):
+        size = peer_sum._REGION // dtype.itemsize
+        for block in range(-(-count // size)):
             rounds[block] += 1
             place = rounds[block] % 2 * peer_sum._HALF + block * peer_sum._REGION
             for rank in range(ranks):
                 if rank != index:
-                    part = parts[rank][block * 2048 : (block + 1) * 2048]
+                    part = parts[rank][block * size : (block + 1) * size]
                     shared[rank][place:].view(dtype)[: len(part)] = part
                     flags[index][block, rank] = rounds[block]
         expected = torch.zeros(count, device=device)
@@ -179,5 +180,5 @@ def peer_sums(seed: int, device: str) -> str:
         wrong += "" if add(x) and torch.equal(x, expected.to(dtype)) else f" {count} of {dtype}"
     told = [[int(flags[rank][block, index]) for block in range(4)] for rank in range(ranks) if rank != index]
     wrong += "" if all(each == rounds for each in told) else f" told {told}, expected {rounds}"
-    far = torch.zeros(peer_sum._BLOCKS_MAX * 2048 + 1, device=device)
+    far = torch.zeros(peer_sum._HALF // 4 + 1, device=device)
     return wrong + (" a large one" if add(far) or add(torch.zeros(4, dtype=torch.int64, device=device)) else "")

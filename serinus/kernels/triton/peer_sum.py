@@ -18,13 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 2048
-"""Elements of one program."""
+_REGION = 8192
+"""Bytes of one program. By 4,096 a sum of 512 KB takes 7.2 us on two H200 instead of 5.7."""
 _WARPS = 8
 _BLOCKS_MAX = 1024
-"""Programs of one sum at most: 256 rows of 8,192. A larger sum is as fast by NCCL."""
-_REGION = 4 * _BLOCK
-"""Bytes of a program in each half, whatever the dtype."""
+"""Programs of one sum of two ranks at most: 8 MB. A larger one is as fast by NCCL, and of more ranks each reads all."""
 _HALF = _BLOCKS_MAX * _REGION
 _TURN_S = 5e-7
 """Of one look for another rank, at least."""
@@ -54,14 +52,14 @@ class PeerSum:
     def __call__(self, x: Tensor) -> bool:
         """Whether x, which is contiguous and of the same shape on all ranks, was added up: not where it is too large.
         Queued on the current stream. Cost: x is read and written once, and read once from each other rank."""
-        count = x.numel()
-        blocks = -(-count // _BLOCK)
-        if not 0 < blocks <= _BLOCKS_MAX or not x.dtype.is_floating_point or x.dtype is torch.float64:
+        count, block, ranks = x.numel(), _REGION // x.element_size(), len(self._addresses_N)
+        blocks = -(-count // block)
+        if not 0 < blocks <= _BLOCKS_MAX // (ranks - 1) or not x.dtype.is_floating_point or x.dtype is torch.float64:
             return False
         assert x.is_contiguous(), "kernels: a sum of a tensor with gaps, expected one without"
         _add_peers[(blocks,)](
-            x, count, self._addresses_N, self._rounds, self._turns, INDEX=self._index, RANKS=len(self._addresses_N),
-            BLOCK=_BLOCK, EVEN=count % _BLOCK == 0, num_warps=_WARPS,
+            x, count, self._addresses_N, self._rounds, self._turns, INDEX=self._index, RANKS=ranks,
+            BLOCK=block, EVEN=count % block == 0, num_warps=_WARPS,
         )  # fmt: skip
         return True
 
