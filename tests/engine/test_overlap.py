@@ -167,3 +167,12 @@ def test_two_slices_that_overlap_answer_as_one_rank_that_waits(serve: Any, canar
             assert shorter == (longer[: len(shorter)] if end is FinishReason.ABORT else longer), (seed, rid)
         taken += found.taken
     assert taken > 20
+
+
+@pytest.mark.slow
+def test_receipts_have_what_is_due_where_pages_have_their_turn_together(serve: Any, monkeypatch: Any) -> None:
+    """As on a GPU, where attention reads 64 positions at a time: `run` holds each receipt against what was verified."""
+    for name in ("serinus.canary.lanes.turn_size", "serinus.engine.planning.turn_size"):
+        monkeypatch.setattr(name, lambda page_size, device: 3 * page_size)
+    for seed in range(4):
+        assert run(serve(overlaps=seed % 2 == 0, **CANARIES["rotating"]), requests_of(seed, plain=False)).tokens
