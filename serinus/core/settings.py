@@ -380,9 +380,6 @@ class KernelSettings:
     disable_overlap_schedule: bool = setting(
         False, "on a GPU: begin each step after the one before it was read and planned on", "--no-async-scheduling"
     )
-    disable_custom_all_reduce: bool = setting(
-        False, "on GPUs: sums of small tensors over ranks go through NCCL, not through each other's memory"
-    )
     cuda_graph_max_bs: int | None = setting(
         None, "on a GPU: largest decode batch that is recorded and replayed as a CUDA graph; default: 256", low=1,
         high=256,

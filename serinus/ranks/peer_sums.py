@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from serinus.core.config import ServeConfig
+from serinus.core.config import ServeConfig, environment
 from serinus.core.errors import ConfigError, TransferFailed
 from serinus.core.log import get_logger
 from serinus.kernels import Kernels
@@ -46,8 +46,8 @@ def share_sums(config: ServeConfig, comm: Comm, device: str, kernels: Kernels) -
 
 
 def _why_not(config: ServeConfig, kernels: Kernels) -> str:
-    if config.kernels.disable_custom_all_reduce:
-        return "--disable-custom-all-reduce"
+    if environment().get("NCCL_P2P_DISABLE", "0") != "0":
+        return "NCCL_P2P_DISABLE is set"
     if len(config.parallel.local_ranks) < config.parallel.size:
         return "ranks are on several machines"
     return "" if kernels.columns["rms_norm"] == "triton" else "kernels of the reference"

@@ -4,8 +4,8 @@ One kernel a rank: each program puts its part into the rank's own memory, tells 
 it, and adds the parts of all up in fp32, in the order of the ranks. So all ranks get the same bits, in every run, and a
 recorded step replays it: what changes from sum to sum, the number of the round, lies on the device.
 
-Two halves of the memory serve in turns: who begins a round knows that all have begun the one before it, and so that
-they have read all of the round before that.
+Two halves of the memory serve in turns: a rank begins a round when all have begun the one before it, and so have read
+all of the round before that.
 """
 
 from __future__ import annotations
