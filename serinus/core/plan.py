@@ -102,8 +102,10 @@ class StepPlan:
     table_writes: tuple[TableWrite, ...] = ()
     """Rows that changed since the last plan. Behind a plan with `ahead` none of them changes what that reads."""
     ahead: WorkAhead | None = None
-    """What goes on behind it if nothing comes between; None = that cannot be said, or nothing is to be computed ahead.
-    It does not leave the process of the leader."""
+    """What goes on behind it if nothing comes between; None = that cannot be said, or nothing is to be computed
+    ahead."""
+    takes: NDArray[np.int64] | None = None
+    """Where `work` is what the plan before has ahead: of each, its number there. None = it is other work."""
 
     @property
     def token_count(self) -> int:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
+import torch
+
 from serinus.cache import CacheGeometry, PartGeometry, PrefixCache
+from serinus.canary.coverage import turn_size
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.parts import Part
@@ -85,6 +88,7 @@ def sched_settings(parts: RankParts, depth: int, eos_ids: tuple[int, ...]) -> Sc
         raises=config.canary.kv_canary == "raise",
         heals=config.canary.kv_canary == "heal",
         confirms_streams=config.canary.kv_canary_stream == "confirmed",
+        turn_size=turn_size(pool.page_size, torch.device(pool.device)),
         verify_steps=0 if config.canary.kv_canary == "none" else coverage_stride(config.canary.kv_canary_coverage),
     )
 
@@ -100,8 +104,8 @@ def _step_s_max(config: ServeConfig, device: str) -> float:
 
 def overlaps(parts: RankParts) -> bool:
     """Whether steps are begun before the one before them is read. Not on a CPU, which would compute one before it gives
-    out the other; nor where peers or cards write pages beside the device's own queue, as they may be given pages that a
-    step under way still writes."""
+    out the other; nor of several stages, which have several plans under way; nor where peers or cards write pages
+    beside the device's own queue, as they may be given pages that a step under way still writes."""
     config = parts.config
     is_direct = config.role != "unified" and config.pd.transfer_backend in ("nixl", "mooncake")
-    return parts.device != "cpu" and parts.mesh.size == 1 and not (config.kernels.disable_overlap_schedule or is_direct)
+    return parts.device != "cpu" and parts.mesh.pp == 1 and not (config.kernels.disable_overlap_schedule or is_direct)

@@ -248,6 +248,9 @@ class TorchComm:
         self._round = 0
         self._broken = False
         """Whether a call has failed because another rank is gone."""
+        self.adds: Callable[[Tensor], bool] | None = None
+        """Adds up small tensors of a stage in place and says so, without a group; False = this one is too large. The
+        same on all ranks of the stage."""
         self._sent: deque[tuple[Any, Tensor]] = deque()
         self._owes_recv = self._owes_send = False
         """What this rank has not done of the step that was begun."""
@@ -284,7 +287,7 @@ class TorchComm:
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._near is not None:
             return self._near.all_reduce(x)
-        if self._stage is not None:
+        if self._stage is not None and not (self.adds is not None and self.adds(x)):
             self._wait(lambda: self._stage.allreduce([x]))
         return x
 
@@ -332,9 +335,12 @@ class TorchComm:
         return x
 
     def smallest(self, values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(map(min, zip(*self.told(values), strict=True)))
+
+    def told(self, values: Sequence[int]) -> list[list[int]]:
+        """The values of all ranks, by rank. As `smallest`, but they may have different numbers of them."""
         self._round += 1
-        found = self._fence(f"round-{self._round}", values)
-        return tuple(map(min, zip(*found, strict=True)))
+        return self._fence(f"round-{self._round}", values)
 
     def close(self) -> None:
         self._see_off()

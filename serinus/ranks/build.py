@@ -34,13 +34,14 @@ from serinus.models import (
     spec_of,
 )
 from serinus.parallel import Mesh, Shard
-from serinus.parallel.comm import Comm
+from serinus.parallel.comm import Comm, TorchComm
 from serinus.pool import DevicePool, LayerGate, PoolSpec, RequestTable
 from serinus.ranks.devices import take_device
 from serinus.ranks.largest_step import largest_step_bytes
 from serinus.ranks.load_progress import LoadProgress
 from serinus.ranks.memory import available_bytes, trim
 from serinus.ranks.memory_account import MemoryAccount
+from serinus.ranks.peer_sums import share_sums
 from serinus.ranks.sizes import chunk_of, part_specs
 from serinus.ranks.tier_parts import Tiers, build_tiers, host_counts, namespace_of
 from serinus.runner import GrammarMasks, Runner, batch_sizes, oracle_token
@@ -136,6 +137,7 @@ def build_rank(
     if threads:
         torch.set_num_threads(threads)
     kernels = _load_kernels(config, device, phases)
+    share_sums(config, comm, device, kernels)
     spec = spec_of(config.model, device=device)
     shard = spec.shards(mesh, config.parallel.partition)[rank]
     own = spec.on(shard)
@@ -297,8 +299,9 @@ def _why_eager(parts: RankParts) -> str | None:
     has_faults = bool(parts.config.canary.kv_canary_perturb or parts.config.canary.kv_canary_perturb_api)
     if parts.config.kernels.disable_cuda_graph:
         return "--disable-cuda-graph"
-    if parts.mesh.size > 1 and parts.config.kernels.cuda_graph_max_bs is None:
-        return "steps of several ranks are recorded where --cuda-graph-max-bs asks for it"
+    over_nccl = parts.mesh.tp > 1 and not (isinstance(parts.comm, TorchComm) and parts.comm.adds is not None)
+    if over_nccl and parts.config.kernels.cuda_graph_max_bs is None:
+        return "steps that add up over NCCL are recorded where --cuda-graph-max-bs asks for it"
     if parts.mesh.tp > 1 and (parts.tiers is not None or has_faults):
         return "slices exchange tensors in recorded steps, and each would wait for loads, or plant faults, by itself"
     if parts.spec.architecture == TOY_ARCHITECTURE:

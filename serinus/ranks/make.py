@@ -25,7 +25,7 @@ def make_body(parts: RankParts, clock: Clock, backends: Sequence[AnyBackend]) ->
     canary = parts.canary
     runner: StepRunner = parts.runner
     around: StepCanary | None = canary
-    if parts.mesh.size == 1:
+    if parts.mesh.pp == 1:
         runner = ahead = StepsAhead(parts.runner, canary)
         around = None if canary is None else ahead
     body = RankBody(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from serinus.core.errors import BadSampling, FrameError
 from serinus.core.history import TokenHistory
 from serinus.core.parts import Part
-from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult, TableWrite
+from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult, TableWrite, WorkAhead
 from serinus.core.request import TokenLogprobs
 from serinus.core.sampling import SamplingParams
 
@@ -82,6 +82,11 @@ class PlanColumns(msgspec.Struct, frozen=True, array_like=True):
     writes_4K: NDArray[np.int32]
     """Row, start, slot count, part."""
     written_X: NDArray[np.int64]
+    takes_N: NDArray[np.int64] | None
+    ahead: PlanColumns | None
+    """Work ahead, as the plan that it would be."""
+    follows_A: NDArray[np.int64]
+    """Of each work ahead, the number in `work` of what it goes on behind."""
 
 
 class _Seq(msgspec.Struct, frozen=True, array_like=True):
@@ -150,11 +155,9 @@ _NONE: Final[NDArray[np.int64]] = np.zeros(0, np.int64)
 
 
 def pack_plan(plan: StepPlan) -> PlanColumns:
-    """A plan in columns. Cost: about 1 us a sequence. Raises FrameError: its arrays do not fit each other, or
-    it has work ahead."""
-    work, writes = plan.work, plan.table_writes
-    if plan.ahead is not None:
-        raise FrameError("body", "a plan with work ahead, expected one that its leader's own rank alone runs")
+    """A plan in columns. Cost: about 1 us a sequence, and for one that has work ahead. Raises FrameError: its arrays do
+    not fit each other."""
+    work, writes, ahead = plan.work, plan.table_writes, plan.ahead
     sampling = [(index, w.sample) for index, w in enumerate(work) if w.sample is not None]
     sets: dict[bytes, int] = {}
     packed = _SETS.packed
@@ -189,6 +192,9 @@ def pack_plan(plan: StepPlan) -> PlanColumns:
         ),
         writes_4K=_columns([(w.row, w.start, len(w.slots), w.part.value) for w in writes], 4),
         written_X=np.concatenate([w.slots for w in writes]) if writes else _NONE,
+        takes_N=plan.takes,
+        ahead=None if ahead is None else pack_plan(StepPlan(step=plan.step + 1, work=ahead.work)),
+        follows_A=_NONE if ahead is None else ahead.follows,
     )
 
 
@@ -241,7 +247,26 @@ def unpack_plan(columns: PlanColumns) -> StepPlan:
                 pooled=0 if wanted is None else wanted.pooled,
             )
         )
-    return StepPlan(step=columns.step, work=tuple(work), table_writes=_writes(columns))
+    takes_N = columns.takes_N
+    if takes_N is not None:
+        _same(len(rids), takes=takes_N)
+        if not len(takes_N) or int(takes_N.min()) < 0:
+            raise FrameError("body", f"a plan takes {takes_N.tolist()} of the work ahead, expected numbers from 0")
+    return StepPlan(
+        step=columns.step, work=tuple(work), table_writes=_writes(columns), ahead=_ahead(columns), takes=takes_N
+    )
+
+
+def _ahead(columns: PlanColumns) -> WorkAhead | None:
+    if columns.ahead is None:
+        return None
+    work, follows = unpack_plan(columns.ahead).work, columns.follows_A
+    _same(len(work), follows=follows)
+    if not work or int(follows.min()) < 0 or int(follows.max()) >= len(columns.rids):
+        raise FrameError("body", f"work ahead goes on behind {follows.tolist()} of {len(columns.rids)} sequences")
+    if any(len(each.tokens) != 1 or each.sample is None for each in work):
+        raise FrameError("body", "work ahead of many tokens, or that does not sample; expected one that samples")
+    return WorkAhead(work=work, follows=follows)
 
 
 def _specs(columns: PlanColumns, count: int) -> dict[int, SampleSpec]:

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.canary import CanaryMark, CanaryRank, Finding, RingOverflow
-from serinus.core.errors import OutOfMemory
-from serinus.core.plan import SeqWork, StepPlan, StepResult, TableWrite
+from serinus.core.errors import InvariantError, OutOfMemory
+from serinus.core.plan import StepPlan, StepResult, TableWrite
 from serinus.runner import Behind, Flight, Runner
 
 
@@ -33,15 +33,23 @@ class _Queued:
     flight: Flight
     mark: CanaryMark | None
 
-    def places(self, work: Sequence[SeqWork]) -> list[int] | None:
-        """Where this work is in the pass; None = some of it is not."""
-        place_of = {id(each): place for place, each in enumerate(self.flight.work)}
-        places = [place_of.get(id(each), -1) for each in work]
-        return places if places and min(places) >= 0 else None
+    def places(self, plan: StepPlan) -> list[int] | None:
+        """Where the work of this plan, which came next, is in the pass; None = it is other work. Raises InvariantError:
+        it is said to be where nothing is, or something else."""
+        if plan.takes is None:
+            return None
+        places: list[int] = plan.takes.tolist()
+        work = self.flight.work
+        if any(
+            place >= len(work) or work[place].rid != each.rid for place, each in zip(places, plan.work, strict=True)
+        ):
+            raise InvariantError(f"ranks: step {plan.step} takes {places} of the pass ahead, expected its own requests")
+        return places
 
 
 class StepsAhead:
-    """A body.StepRunner and its body.StepCanary, of an engine of one rank."""
+    """A body.StepRunner and its body.StepCanary, of a rank whose engine has one stage. All slices queue the same passes
+    in the same order: these follow from plans and settings alone."""
 
     def __init__(self, runner: Runner, canary: CanaryRank | None) -> None:
         self.taken = 0
@@ -62,7 +70,7 @@ class StepsAhead:
         """The runner is about to run this plan."""
         if self._canary is None:
             return
-        if self._ahead is not None and self._ahead.places(plan.work) is not None:
+        if self._ahead is not None and plan.takes is not None:
             self._canary.follow(plan)
         else:
             self._canary.begin(plan)
@@ -92,7 +100,7 @@ class StepsAhead:
         """Run the step, and queue what goes on behind it. Raises as Runner.run; where there is no memory for what is
         queued ahead, it is not."""
         queued, self._ahead = self._ahead, None
-        places = None if queued is None else queued.places(plan.work)
+        places = None if queued is None else queued.places(plan)
         self.taken += places is not None
         self.dropped += queued is not None and places is None
         writes: Sequence[TableWrite] = plan.table_writes

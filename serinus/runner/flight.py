@@ -46,10 +46,13 @@ class Flight:
     pooled: Mapping[int, bytes] = field(default_factory=dict)
     """By number in `work`, the sum of hidden states that it asks for."""
 
-    def tokens(self) -> torch.Tensor:
-        """int64, on the device: the token of each of `work`, all of which sample. Does not wait."""
+    def tokens(self, device: str) -> torch.Tensor:
+        """int64, on the device: the token of each of `work`, all of which sample; not set on a slice that does not
+        choose them. Does not wait."""
         assert len(self.sampling) == len(self.work), f"runner: step {self.step} has work without a token"
         tokens = [rows.chosen.tokens_B for rows in self.rows]
+        if not tokens:
+            return torch.empty(len(self.work), dtype=torch.int64, device=device)
         return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
     def read(self) -> tuple[SeqResult, ...]:

@@ -229,7 +229,8 @@ class Runner:
         inbox.send()
         self._write_tables()
         if behind is not None and follows_B is not None:
-            torch.index_select(behind.flight.tokens(), 0, follows_B, out=staged.batch.tokens_T[: len(work)])
+            tokens_B = self._comm.broadcast(behind.flight.tokens(self._device))
+            torch.index_select(tokens_B, 0, follows_B, out=staged.batch.tokens_T[: len(work)])
         return staged
 
     def _room_of(self, work: Sequence[SeqWork]) -> int | None:

@@ -29,17 +29,17 @@ class Lookahead:
         self._made: list[ReqState] = []
         """Requests of the latest work ahead."""
 
-    def take(self) -> list[tuple[ReqState, SeqWork]]:
-        """The latest work ahead that still goes on, in its order: of requests that decode, on the pages that they had.
-        None of it goes on twice."""
+    def take(self) -> list[tuple[int, ReqState, SeqWork]]:
+        """The latest work ahead that still goes on, in its order and with its number there: of requests that decode, on
+        the pages that they had. None of it goes on twice."""
         made, self._made = self._made, []
         holding = []
-        for state in made:
+        for number, state in enumerate(made):
             work, state.ahead = state.ahead, None
             if work is None:
                 continue  # it has given its pages back since
             assert work.start == state.known - 1, f"sched: {state.rid} has {state.known} tokens, {work.start} ahead"
-            holding.append((state, work))
+            holding.append((number, state, work))
         return holding
 
     def make(self, states: Sequence[ReqState | None]) -> WorkAhead | None:

@@ -17,24 +17,25 @@ from serinus.core.parts import Part
 from serinus.core.request import KvIntegrity
 
 
-def slots_due(starts_N: NDArray[np.int64], page_size: int, stride: int, window: int | None) -> int:
+def slots_due(starts_N: NDArray[np.int64], turn_size: int, stride: int, window: int | None) -> int:
     """Slots of one part that a canary verifies in decode steps with these starts: what canary.coverage has as due, and
-    in each step the last slot read, which is held against the request's own chain hash."""
+    in each step the last slot read, which is held against the request's own chain hash. So many positions as
+    `turn_size` have their turn together."""
     high = starts_N
     low = np.zeros_like(high) if window is None else np.maximum(0, high - window + 1)
-    begin, end = low // page_size, -(-high // page_size)
+    begin, end = low // turn_size, -(-high // turn_size)
     first = begin + (high - begin) % stride
     count = np.maximum(0, (end - first + stride - 1) // stride)
     last = first + (count - 1) * stride
-    slots = count * page_size
-    slots -= np.where(count > 0, np.maximum(0, low - first * page_size), 0)
-    slots -= np.where(count > 0, np.maximum(0, (last + 1) * page_size - high), 0)
+    slots = count * turn_size
+    slots -= np.where(count > 0, np.maximum(0, low - first * turn_size), 0)
+    slots -= np.where(count > 0, np.maximum(0, (last + 1) * turn_size - high), 0)
     due = int(slots.sum()) + int((high > 0).sum())
     if window is not None:  # the slot that is read for the last time, and the one behind it, where their pages are not
         leaves = (high > low) & (high - low == window - 1)
         due += int((leaves & ((high - begin) % stride != 0)).sum())
         behind = leaves & (low + 1 < high)
-        due += int((behind & ((high - (low + 1) // page_size) % stride != 0)).sum())
+        due += int((behind & ((high - (low + 1) // turn_size) % stride != 0)).sum())
     return due
 
 
@@ -61,12 +62,12 @@ class Checked:
         if self.turns_from < 0:
             self.turns_from = start
 
-    def close(self, computed: int, page_size: int, stride: int, windows: Mapping[Part, int | None]) -> int:
+    def close(self, computed: int, turn_size: int, stride: int, windows: Mapping[Part, int | None]) -> int:
         """Count the turns up to the step with start `computed` - 1; all slots due so far. Cost: a pass over the
         turns."""
         if 0 <= self.turns_from < computed:
             starts = np.arange(self.turns_from, computed)
-            self.slots += sum(slots_due(starts, page_size, stride, window) for window in windows.values())
+            self.slots += sum(slots_due(starts, turn_size, stride, window) for window in windows.values())
         self.turns_from = -1
         return self.slots
 

@@ -184,6 +184,8 @@ class ReqState:
     retracted: bool = False
     """Gave its pages back at least once since it last ran."""
 
+    turn_size: int = 0
+    """As SchedSettings has it, and never 0 where something is verified..."""
     verify_steps: int = 0
     """As SchedSettings has it."""
     verify_windows: Mapping[Part, int | None] = field(default_factory=dict)
@@ -325,7 +327,7 @@ class ReqState:
         else:
             self.verified = max(self.verified, work.start - verify_steps + 1, min(self.vouched, self.computed))
         if work.whole:
-            self.checked.close(work.start, self.page_size, verify_steps, self.verify_windows)
+            self.checked.close(work.start, self.turn_size, verify_steps, self.verify_windows)
             self.checked.whole(work.start, self.verify_windows)
         elif verify_steps:
             self.checked.turn(work.start)
@@ -407,7 +409,7 @@ class ReqState:
     def drop_pages(self) -> None:
         """Forget pages, row and lease: they were given back. Its arrays begin anew, as plans under way may still name
         the old ones."""
-        self.checked.close(self.computed, self.page_size, self.verify_steps, self.verify_windows)
+        self.checked.close(self.computed, self.turn_size, self.verify_steps, self.verify_windows)
         self.landed = 0
         self.lease = self.load = self.ahead = None
         self.row = 0
@@ -457,7 +459,7 @@ class ReqState:
 
     def _receipt(self, kept: int | None) -> KvIntegrity:
         tokens = self.known if kept is None else min(self.known, self.prompt_len + kept)
-        slots = self.checked.close(self.computed, self.page_size, self.verify_steps, self.verify_windows)
+        slots = self.checked.close(self.computed, self.turn_size, self.verify_steps, self.verify_windows)
         return receipt(
             self.checked, slots, stride=self.verify_steps, horizon=min(self.verified, tokens), sources=self.found,
             peer=self.landed, heals=self.heals, chain=self.chain_at(tokens),

@@ -133,6 +133,7 @@ class Scheduler:
             chain_hashes=self._chain_hashes,
             phase=Phase.PREALLOC if remote else Phase.WAITING,
             local_reason=local_reason,
+            turn_size=self.settings.turn_size or self.settings.page_size,
             verify_steps=self.settings.verify_steps,
             verify_windows=self._verify_windows,
             confirmed=self.settings.heals and (self.settings.confirms_streams or not request.stream),

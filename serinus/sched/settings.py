@@ -66,6 +66,8 @@ class SchedSettings:
     its share of the decoding requests."""
     overlaps: bool = False
     """Plans of decoding requests alone say what goes on behind them (StepPlan.ahead), where they can."""
+    turn_size: int = 0
+    """Positions that a canary verifies in one step where each has its turn: whole pages; 0 = one."""
     verify_steps: int = 0
     """A canary verifies each slot that a decoding request reads in one of so many steps of that request; 1 = in each;
     0 = there is no canary: all that is computed counts as verified."""

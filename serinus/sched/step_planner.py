@@ -9,6 +9,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from serinus.core.plan import SeqWork, StepPlan, WorkAhead
 from serinus.sched.admission import Admission
 from serinus.sched.batch import Batch, Growth
@@ -136,20 +139,21 @@ class StepPlanner:
         )
         return self._open_step(work, states, ahead, frozenset(self._allocator.open_loads), outcome, now)
 
-    def _follow(self, following: Sequence[tuple[ReqState, SeqWork]], now: float) -> OpenStep:
+    def _follow(self, following: Sequence[tuple[int, ReqState, SeqWork]], now: float) -> OpenStep:
         """The step that the one before it said would follow: its forward pass may have begun, and waits for no load
         that has begun since. Whatever else wants work is in the step behind it."""
         states: list[ReqState | None] = []
-        for state, _ in following:
+        for _, state, _ in following:
             state.planned = state.known
             states.append(state)
         ahead = self._lookahead.make(states) if not self._requests.waiting or self._rows_are_taken else None
         outcome = Outcome(decode_tokens=len(states))
-        return self._open_step([work for _, work in following], states, ahead, frozenset(), outcome, now)
+        work, takes = [work for _, _, work in following], np.array([number for number, _, _ in following], np.int64)
+        return self._open_step(work, states, ahead, frozenset(), outcome, now, takes)
 
     def _open_step(
         self, work: Sequence[SeqWork], states: list[ReqState | None], ahead: WorkAhead | None, loads: frozenset[int],
-        outcome: Outcome, now: float,
+        outcome: Outcome, now: float, takes: NDArray[np.int64] | None = None,
     ) -> OpenStep:  # fmt: skip
         self._step += 1
         if self._requests.shares.divided:
@@ -159,7 +163,7 @@ class StepPlanner:
         self._totals.computed_tokens += outcome.prompt_tokens + outcome.decode_tokens
         writes = self._allocator.take_writes()
         return OpenStep(
-            plan=StepPlan(step=self._step, work=tuple(work), table_writes=writes, ahead=ahead),
+            plan=StepPlan(step=self._step, work=tuple(work), table_writes=writes, ahead=ahead, takes=takes),
             states=states,
             loads=loads,
             planned_at=now,

@@ -104,26 +104,31 @@ class FakeRunner:
         """Tokens computed so far."""
         self.followed = 0
         """Steps so far that were computed before their plan came."""
-        self._ahead: dict[int, tuple[SeqWork, SeqResult]] = {}
+        self._ahead: list[tuple[SeqWork, SeqResult]] = []
 
     def run(self, plan: StepPlan) -> StepResult:
         """Table writes first, then all KV of the step, then sampling: as the real one does. Then what goes on behind
         it, where the plan says that: the next plan gets what came of it now."""
-        ahead, self._ahead = self._ahead, {}
-        found = [ahead.get(id(work)) for work in plan.work]
-        follows = all(each is not None for each in found) and bool(found)
+        ahead, self._ahead = self._ahead, []
+        follows = plan.takes is not None
         if self.gate is not None:
             self.gate()
         for write in plan.table_writes:
             assert write.row > 0, f"testing: {write} writes to the padding row"
             self.tables[write.part][write.row, write.start : write.start + len(write.slots)] = write.slots
-        seqs = [each[1] for each in found if each is not None] if follows else [self._compute(w) for w in plan.work]
+        if plan.takes is not None:
+            taken = [ahead[number] for number in plan.takes.tolist()]
+            is_own = [of is work for (of, _), work in zip(taken, plan.work, strict=True)]
+            assert all(is_own), f"testing: step {plan.step} takes other work than its own"
+            seqs = [result for _, result in taken]
+        else:
+            seqs = [self._compute(work) for work in plan.work]
         self.token_count += plan.token_count
         self.followed += follows
         if plan.ahead is not None:
             for work, at in zip(plan.ahead.work, plan.ahead.follows.tolist(), strict=True):
                 known = replace(work, tokens=np.array([seqs[at].token], np.int32))
-                self._ahead[id(work)] = (work, self._compute(known))
+                self._ahead.append((work, self._compute(known)))
         return StepResult(step=plan.step, seqs=tuple(seqs))
 
     def _read(self, part: Part, row: int, first: int, end: int) -> NDArray[np.uint64]:

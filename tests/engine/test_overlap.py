@@ -20,7 +20,9 @@ from serinus.models.small_checkpoints import make_toy
 from serinus.ranks.steps_ahead import StepsAhead
 from serinus.wire.messages import Abort
 
-SHAPES: dict[str, dict[str, Any]] = {"full": {}, "sliding": {"window": 10, "layer_types": "SFS"}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "full": {}, "sliding": {"window": 10, "layer_types": "SFS"},
+}  # fmt: skip
 CANARIES: dict[str, dict[str, Any]] = {
     "none": {"kv_canary": "none"}, "full": {"kv_canary": "heal", "kv_canary_coverage": "full"},
     "rotating": {"kv_canary": "raise", "kv_canary_coverage": "rotating:3"},
@@ -30,7 +32,7 @@ CANARIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=list(SHAPES), scope="module")
 def toy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toy(
-        tmp_path_factory.mktemp("toy"), vocab=64, context=128, tokenizer=False, **SHAPES[request.param]
+        tmp_path_factory.mktemp("toy"), vocab=64, context=128, tokenizer=False, kv_heads=2, **SHAPES[request.param]
     )  # fmt: skip
 
 
@@ -101,6 +103,8 @@ def run(llm: LLM, requests: Sequence[tuple[int, Request, int | None]]) -> Answer
                 assert receipt is None or receipt.slots_checked == receipt.slots_due
             elif cut[delta.rid] == len(got):
                 messages.append(FrontMessage(front="f", message=Abort(rid=delta.rid, reason="enough")))
+        if engine.line.size > 1 and engine.wait_s:
+            engine.line.wait_any((), engine.wait_s)
         assert turn < 4000
     while not engine.idle:
         llm._turn([])
@@ -140,7 +144,35 @@ def test_tables_are_written_also_where_nothing_goes_on_behind_a_step_that_was_ah
     ahead, slots = plan.ahead, np.arange(8, 12)
     assert ahead is not None
     writes = (TableWrite(row=5, start=0, slots=slots),)
-    result = runner.run(StepPlan(step=plan.step + 1, work=ahead.work, table_writes=writes))
+    result = runner.run(
+        StepPlan(step=plan.step + 1, work=ahead.work, table_writes=writes, takes=np.arange(len(ahead.work)))
+    )
     assert result is not None
     assert runner.taken == 1
     assert runner._runner._tables[Part.FULL].table[5, :4].tolist() == slots.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("canary", list(CANARIES))
+def test_two_slices_that_overlap_answer_as_one_rank_that_waits(serve: Any, canary: str) -> None:
+    """The second slice, a process of its own, has its passes ahead by plans as they travel, and tokens by broadcast."""
+    taken = 0
+    for seed in range(2):
+        requests = requests_of(seed, plain=seed % 2 == 0)
+        expected = run(serve(overlaps=False, **CANARIES[canary]), requests)
+        found = run(serve(overlaps=True, tp_size=2, device="cpu", **CANARIES[canary]), requests)
+        assert found.ends == expected.ends, seed
+        for rid, end in expected.ends.items():
+            shorter, longer = sorted((expected.tokens[rid], found.tokens[rid]), key=len)
+            assert shorter == (longer[: len(shorter)] if end is FinishReason.ABORT else longer), (seed, rid)
+        taken += found.taken
+    assert taken > 20
+
+
+@pytest.mark.slow
+def test_receipts_have_what_is_due_where_pages_have_their_turn_together(serve: Any, monkeypatch: Any) -> None:
+    """As on a GPU, where attention reads 64 positions at a time: `run` holds each receipt against what was verified."""
+    for name in ("serinus.canary.lanes.turn_size", "serinus.engine.planning.turn_size"):
+        monkeypatch.setattr(name, lambda page_size, device: 3 * page_size)
+    for seed in range(4):
+        assert run(serve(overlaps=seed % 2 == 0, **CANARIES["rotating"]), requests_of(seed, plain=False)).tokens

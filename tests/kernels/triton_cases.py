@@ -25,7 +25,7 @@ from serinus.kernels.triton.words import carry
 from .canary_case import PAGE, make_case, outcome
 from .triton_attention_cases import latent_attention, paged_attention, watched_attention, watched_batch
 from .triton_columns import columns, dtype_of, page_first
-from .triton_host_cases import choose_tokens, hashed_pages, pages, pull_pages, top_tokens
+from .triton_host_cases import choose_tokens, hashed_pages, pages, peer_sums, pull_pages, top_tokens
 from .triton_layer_cases import (
     experts,
     gates,
@@ -107,6 +107,7 @@ CASES: dict[str, Callable[[int, str], str]] = {
         pages,
         hashed_pages,
         pull_pages,
+        peer_sums,
         canary_watch,
         watched_pass,
     )

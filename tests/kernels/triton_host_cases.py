@@ -13,7 +13,7 @@ from serinus.kernels import RowSampling
 
 from .triton_columns import columns, far_apart
 
-__all__ = ["choose_tokens", "hashed_pages", "pages", "pull_pages", "top_tokens"]
+__all__ = ["choose_tokens", "hashed_pages", "pages", "peer_sums", "pull_pages", "top_tokens"]
 
 
 def made_logits(rng: random.Random, device: str, rows: int, vocab: int) -> torch.Tensor:
@@ -146,3 +146,39 @@ def pull_pages(seed: int, device: str) -> str:
     wrong = "" if torch.equal(found, expected) else " sums"
     wrong += "" if all(torch.equal(a, b) for a, b in zip(own, other, strict=True)) else " pages"
     return wrong + ("" if torch.equal(fast.pull_pages(own, pages, seed << 50), expected) else " sums in place")
+
+
+def peer_sums(seed: int, device: str) -> str:
+    """Sums over two or three ranks, of which one runs: what the others put into their memory, and their flags, are set
+    before. Each round in the half that is its own; tensors of several sizes and dtypes in turns."""
+    from serinus.kernels.triton import peer_sum
+
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ranks = rng.choice((2, 2, 3))
+    index = rng.randrange(ranks)
+    shared = [torch.zeros(peer_sum.memory_bytes(ranks), dtype=torch.uint8, device=device) for _ in range(ranks)]
+    add = peer_sum.PeerSum(shared[index], [memory.data_ptr() for memory in shared], index, 10.0)
+    flags = [memory[2 * peer_sum._HALF :].view(torch.int64).view(-1, ranks) for memory in shared]
+    rounds, wrong = [0] * 4, ""
+    for _ in range(4):
+        dtype = rng.choice((torch.float32, torch.bfloat16) if device != "cpu" else (torch.float32,))
+        count = rng.choice((1, 100, 2048, 6144, 5000))
+        parts = [torch.randn(count, generator=generator).to(device, dtype) for _ in range(ranks)]
+        size = peer_sum._REGION // dtype.itemsize
+        for block in range(-(-count // size)):
+            rounds[block] += 1
+            place = rounds[block] % 2 * peer_sum._HALF + block * peer_sum._REGION
+            for rank in range(ranks):
+                if rank != index:
+                    part = parts[rank][block * size : (block + 1) * size]
+                    shared[rank][place:].view(dtype)[: len(part)] = part
+                    flags[index][block, rank] = rounds[block]
+        expected = torch.zeros(count, device=device)
+        for part in parts:
+            expected += part.float()
+        x = parts[index].clone()
+        wrong += "" if add(x) and torch.equal(x, expected.to(dtype)) else f" {count} of {dtype}"
+    told = [[int(flags[rank][block, index]) for block in range(4)] for rank in range(ranks) if rank != index]
+    wrong += "" if all(each == rounds for each in told) else f" told {told}, expected {rounds}"
+    far = torch.zeros(peer_sum._HALF // 4 + 1, device=device)
+    return wrong + (" a large one" if add(far) or add(torch.zeros(4, dtype=torch.int64, device=device)) else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from serinus.core.grammar import Grammar
 from serinus.core.history import TokenHistory
 from serinus.core.moves import Move, MoveDone, MoveKind, StorageDone
 from serinus.core.parts import Part
-from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult, TableWrite
+from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult, TableWrite, WorkAhead
 from serinus.core.request import TokenLogprobs
 from serinus.core.sampling import SamplingParams
 from serinus.ranks import RankHoldings, RunStep, StepDone, Stop
@@ -128,7 +128,18 @@ def plans(draw: st.DrawFn) -> StepPlan:
                    part=draw(st.sampled_from(Part)))
         for _ in range(draw(st.integers(0, 3)))
     )  # fmt: skip
-    return StepPlan(step=draw(ids(1)), work=tuple(work), table_writes=writes)
+    follows = [index for index, each in enumerate(work) if each.sample is not None]
+    ahead = takes = None
+    if follows and draw(st.booleans()):
+        going = [
+            replace(each, tokens=each.tokens[:1], slots={part: slots[:1] for part, slots in each.slots.items()},
+                    prompt_logprobs=None, next_ids=None)
+            for each in work if each.sample is not None
+        ]  # fmt: skip
+        ahead = WorkAhead(work=tuple(going), follows=np.array(follows, np.int64))
+    if work and draw(st.booleans()):
+        takes = np.array(draw(st.permutations(range(len(work)))), np.int64)
+    return StepPlan(step=draw(ids(1)), work=tuple(work), table_writes=writes, ahead=ahead, takes=takes)
 
 
 logprobs = st.builds(
@@ -295,6 +306,10 @@ def test_a_command_of_any_other_content_is_refused_or_what_its_type_says(name: s
         ({"samples_4S": np.array([[0, 2], [0, 0], [1, 1], [0, 0]], np.int32)}, "samples at"),
         ({"samples_4S": np.array([[0, 1], [0, 9], [1, 1], [0, 0]], np.int32)}, "with sets"),
         ({"seeds_S": (1,)}, "column seeds"),
+        ({"takes_N": np.array([0])}, "column takes"),
+        ({"takes_N": np.array([0, -1])}, "of the work ahead"),
+        ({"ahead": "own", "follows_A": np.array([0])}, "column follows"),
+        ({"ahead": "own", "follows_A": np.array([0, 2])}, "goes on behind"),
         ({"writes_4K": np.array([[1], [0], [2], [0]], np.int32)}, "column written"),
         ({"writes_4K": np.array([[1], [0], [0], [7]], np.int32)}, "table writes of parts"),
     ],
@@ -306,7 +321,8 @@ def test_columns_that_do_not_fit_each_other_are_refused(change: dict[str, Any], 
                 sample=SampleSpec(params=params, seed=1, position=1, generated=0))
         for rid, row in (("a", 1), ("b", 2))
     )  # fmt: skip
-    columns = msgspec.structs.replace(pack_plan(StepPlan(step=1, work=work)), **change)
+    plan = pack_plan(StepPlan(step=1, work=work))
+    columns = msgspec.structs.replace(plan, **(change | ({"ahead": plan} if "ahead" in change else {})))
     with pytest.raises(FrameError, match=reason):
         decode_header(_forged("RunStep", columns))
 

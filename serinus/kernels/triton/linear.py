@@ -64,9 +64,12 @@ def cut_of(rows: int, out_size: int, in_size: int, dtype: torch.dtype, *, is_gat
     few, wide, narrow = rows <= 16, out_size >= _HEAD_OUT, in_size >= 2 * out_size
     if is_gated:
         if few:
-            cut = WeightCut(outputs=64, inner=128, stages=4 if rows == 1 else 3, swapped=True)
+            wider = rows > 1 and in_size % 256 == 0
+            cut = WeightCut(outputs=64, inner=256 if wider else 128, stages=4 if rows == 1 else 3, swapped=True)
         else:
-            cut = WeightCut(outputs=64, inner=64, bulk=True)
+            cut = WeightCut(outputs=32, inner=128, stages=3, bulk=True)
+            if in_size % 128:
+                cut = WeightCut(outputs=64, inner=64, bulk=True)
         out_size //= 2
     elif wide:
         if rows == 1:
@@ -76,9 +79,9 @@ def cut_of(rows: int, out_size: int, in_size: int, dtype: torch.dtype, *, is_gat
         else:
             cut = WeightCut(outputs=128, inner=128, warps=8, stages=3, swapped=True, bulk=True)
     elif narrow:
-        cut = WeightCut(outputs=64, inner=128, parts=4, swapped=True)
+        cut = WeightCut(outputs=64, inner=128, parts=4, stages=4 if rows == 1 else 3, swapped=True)
         if not few:
-            cut = WeightCut(outputs=64, inner=128, parts=2, bulk=True)
+            cut = WeightCut(outputs=32, inner=128, parts=2, bulk=True)
     elif few:
         is_square = out_size <= in_size
         cut = WeightCut(outputs=64, inner=256 if is_square else 128, stages=4 if is_square else 6, swapped=True)
