@@ -5,7 +5,7 @@ A decode step is the difference of two runs on prompts that are cached: of 80 an
 weights and KV at the read rate of the card; ceiling of prefill: its products at the rate of a large one.
 
     python -m benchmarks.gpu_engine [--model qwen3-8b] [--canary none rotating:16 full] [--batch 1 16 64 256] [--eager]
-        [--wait] [--tp-size 2] [--pp-size 2]
+        [--wait] [--tp-size 2] [--pp-size 2] [--quantization fp8]
 
 Of several ranks the floor is a rank's part. Of a mixture the floor counts the experts that so many tokens hit if they
 choose at random, the ceiling those of one.
@@ -20,6 +20,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from serinus.core.clock import WallClock
 from serinus.core.parts import Part
 from serinus.engine.step_floor import read_bytes
 from serinus.models import ModelSpec
+from serinus.models.quantization import AT_LOAD
 
 _SHARED = {
     "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
@@ -65,6 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 12,
     },
 }  # fmt: skip
+MODELS["gpt-oss-20b-mxfp4"] = {**MODELS["gpt-oss-20b"], "quantization_config": {"quant_method": "mxfp4"}}
 CONTEXTS = {1: 1024, 16: 1024, 64: 1024, 256: 560}
 """Prompt tokens by batch."""
 SHORT, LONG = 16, 80
@@ -128,10 +131,10 @@ def measure(llm: LLM, batches: list[int], said: dict[str, Any], card: dict[str, 
     run(prompts_of(4, 1024), 2)
     tokens, ranks = 64 * 1024, said["tp"] * said["pp"]
     times = [seconds(partial(run, prompts_of(64, 1024), 1)) for _ in range(2)]
-    took = min(times)
+    took, products = min(times), read_bytes(replace(spec, quantization=None), 2)
     emit(
         "gpu_engine_prefill", **said, tokens=tokens, tok_s=round(tokens / took), times=times,
-        ceiling_tok_s=round(ranks * card["tflop_s"] * 1e12 / read_bytes(spec, 2)), card=card,
+        ceiling_tok_s=round(ranks * card["tflop_s"] * 1e12 / products), card=card,
     )  # fmt: skip
     for batch in batches:
         prompts = prompts_of(batch, CONTEXTS[batch])
@@ -154,6 +157,7 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[*CONTEXTS], choices=[*CONTEXTS])
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--wait", action="store_true", help="each step begins when the one before it was read")
+    parser.add_argument("--quantization", default="auto", choices=["auto", *AT_LOAD])
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--pp-size", type=int, default=1)
     arguments = parser.parse_args()
@@ -174,12 +178,18 @@ def run(path: str, canary: str, arguments: argparse.Namespace, card: dict[str, f
         settings = {"kv_canary": "heal", "kv_canary_coverage": canary}
     begin = CLOCK.now()
     with LLM(
-        path, load_format="dummy", skip_tokenizer_init=True, device="cuda", dtype="bfloat16",
+        path, load_format="dummy", quantization=arguments.quantization, skip_tokenizer_init=True, device="cuda",
+        dtype="bfloat16",
         max_running_requests=256, chunked_prefill_size=8192, max_total_tokens=240_000,
         disable_cuda_graph=arguments.eager, disable_overlap_schedule=arguments.wait,
         tp_size=arguments.tp_size, pp_size=arguments.pp_size, cuda_graph_max_bs=256, **settings,
     ) as llm:  # fmt: skip
-        said = {"model": arguments.model, "canary": canary, "graphs": not arguments.eager}
+        said = {
+            "model": arguments.model,
+            "weights": arguments.quantization,
+            "canary": canary,
+            "graphs": not arguments.eager,
+        }
         said |= {
             "tp": arguments.tp_size,
             "pp": arguments.pp_size,

@@ -3,8 +3,10 @@ an op, with the time that its bytes or its products need on this card beside it.
 
     python -m benchmarks.gpu_models [PART ...]      (from the top of the repository; needs a GPU with 16 GB)
 
-PART: experts (Qwen3-30B-A3B: 8 of 128 experts of 768 over 2048, chosen at random), quantized (4096 x 12288 and 12288 x
-4096, int8 with a scale of each output, int4 with one of 128 inputs, beside bf16), latent (DeepSeek-V2-Lite and V3: 16
+PART: experts (Qwen3-30B-A3B: 8 of 128 experts of 768 over 2048, chosen at random), quantized_experts (the same, and
+gpt-oss-20b in MXFP4), quantized (4096 x 12288 and 12288 x
+4096, int8 and fp8 with a scale of each output, fp8 in blocks of 128 x 128, int4 with a scale of 128 inputs, beside
+bf16), latent (DeepSeek-V2-Lite and V3: 16
 and 128 heads over rows of 512 + 64), sinks (gpt-oss: 64/8 heads of 64). Times as in gpu_kernels.
 """
 
@@ -18,13 +20,14 @@ import torch
 
 from benchmarks.gpu_kernels import COPIES, PAGE, Bench, batch_of, ceiling_of_card, normal
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import LayerDigest, PackedExperts, QuantizedWeight, load
+from serinus.kernels import E2M1_TWICE, LayerDigest, PackedExperts, QuantizedWeight, load
 from serinus.kernels.packed import PackedFactors
 
 __all__ = ["PARTS", "chosen_experts", "expert_stacks", "quantized"]
 
 COUNT, CHOSEN, WIDTH, INNER = 128, 8, 2048, 768
 GROUP = 128
+FORMS = ("int8", "int4", "fp8", "fp8 in blocks")
 RANK, ROTATED = 512, 64
 
 
@@ -54,13 +57,45 @@ def experts(bench: Bench) -> None:
         bench.line("fused_moe", f"{rows} rows, {hit:.0f} experts hit", jobs, moved, flops)
 
 
-def quantized(outs: int, inner: int, bits: int) -> QuantizedWeight:
-    """Random integers; int4 in groups."""
-    half, groups = 1 << bits - 1, inner // GROUP if bits == 4 else 1
+def quantized_experts(bench: Bench) -> None:
+    """The same by FORMS, and of gpt-oss-20b (4 of 32 experts of 2,880 over 2,880) in MXFP4 beside bf16."""
+    for count, chosen, width, inner, forms in (
+        (COUNT, CHOSEN, WIDTH, INNER, FORMS), (32, 4, 2880, 2880, ("bf16", "mxfp4")),
+    ):  # fmt: skip
+        for form in forms:
+            packed = PackedExperts(
+                gate_up=normal(count, 2 * inner, width, scale=0.02), down=normal(count, width, inner, scale=0.02)
+            ) if form == "bf16" else bench.ops.pack_experts(
+                [(quantized(2 * inner, width, form), quantized(width, inner, form)) for _ in range(count)], None, None
+            )  # fmt: skip
+            each = packed.gate_up[0].nbytes + packed.down[0].nbytes
+            for rows in (1, 16, 64, 256, 8192):
+                x = normal(rows, width)
+                choices = [torch.rand(rows, count, device="cuda").topk(chosen) for _ in range(COPIES)]
+                hit = sum(len(set(ids.flatten().tolist())) for _, ids in choices) / COPIES
+                jobs = [partial(bench.ops.fused_moe, x, weights, ids, packed, "silu") for weights, ids in choices]
+                case = f"{form}, {rows} rows, {hit:.0f} of {count} experts hit"
+                flops = 6 * rows * chosen * width * inner
+                bench.line("fused_moe", case, jobs, hit * each + 4 * rows * width, flops)
+            del packed
+
+
+def quantized(outs: int, inner: int, form: str) -> QuantizedWeight:
+    """Random integers or floats of one of FORMS, or of MXFP4."""
+    group = {"int8": inner, "fp8": inner, "mxfp4": 32}.get(form, GROUP)
+    bits = 4 if form == "int4" else 8
+    values = torch.randint(-(1 << bits - 1), 1 << bits - 1, (outs, inner), device="cuda", dtype=torch.int8)
+    scales = torch.rand((outs, inner // group), device="cuda") * 0.01
+    if form == "fp8 in blocks":
+        scales = scales[::GROUP].repeat_interleave(GROUP, 0)
+    if form.startswith("fp8"):
+        values = torch.randn((outs, inner), device="cuda").to(torch.float8_e4m3fn).view(torch.int8)
+    if form == "mxfp4":
+        values = values.sign() * torch.tensor(E2M1_TWICE, device="cuda", dtype=torch.int8)[(values & 7).long()]
+        scales = torch.full_like(scales, 2.0**-8)
     return QuantizedWeight(
-        bits=bits, group=GROUP if bits == 4 else inner,
-        values_OI=torch.randint(-half, half, (outs, inner), device="cuda", dtype=torch.int8),
-        scales_OG=torch.rand((outs, groups), device="cuda") * 0.01,
+        bits=bits, group=group, values_OI=values, scales_OG=scales, e4m3=form.startswith("fp8"),
+        rounds_rows=form.startswith("fp8"), e2m1=form == "mxfp4",
     )  # fmt: skip
 
 
@@ -69,10 +104,10 @@ def quantized_linears(bench: Bench) -> None:
     for outs, inner in ((12288, 4096), (4096, 12288)):
         plain = [bench.ops.pack_linear(normal(outs, inner, scale=0.02), None) for _ in range(COPIES)]
         packed = {
-            f"int{bits}": [bench.ops.pack_linear(quantized(outs, inner, bits), None) for _ in range(2 * COPIES)]
-            for bits in (8, 4)
+            form: [bench.ops.pack_linear(quantized(outs, inner, form), None) for _ in range(2 * COPIES)]
+            for form in FORMS
         }
-        for rows in (1, 16, 64, 256, 8192):
+        for rows in (1, 16, 64, 128, 256, 8192):
             x = normal(rows, inner)
             flops, streams = 2 * rows * outs * inner, 2 * rows * (outs + inner)
             for name, weights in (("bf16", plain), *packed.items()):
@@ -140,7 +175,8 @@ def sinks(bench: Bench) -> None:
 
 
 PARTS: dict[str, Callable[[Bench], None]] = {
-    "experts": experts, "quantized": quantized_linears, "latent": latent, "sinks": sinks,
+    "experts": experts, "quantized_experts": quantized_experts, "quantized": quantized_linears, "latent": latent,
+    "sinks": sinks,
 }  # fmt: skip
 
 

@@ -56,9 +56,9 @@ class ModelSettings:
     )
     quantization: str = setting(
         "auto",
-        "weights of linears, on a CPU of experts too: auto = as the checkpoint has them; int8 = a scale for each"
+        "weights of linears and experts: auto = as the checkpoint has them; int8 = a scale for each"
         " output, int4 = a scale for 128 inputs (its output head: int8), made of a bf16, fp16 or fp32 checkpoint as it"
-        " is loaded; fp8 = rounded to FP8, a scale for each output, floats in memory; a CPU alone, no experts",
+        " is loaded; fp8 = FP8 (e4m3), a scale for each output, as floats in the memory of a CPU; no head",
         choices=("auto", "int8", "int4", "fp8"),
     )
     model_impl: str = setting(

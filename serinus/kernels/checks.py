@@ -85,11 +85,13 @@ def check_experts(experts: Iterable[Expert]) -> Iterator[Expert]:
     """The same, one after the other. Raises ValueError where one is unlike the first, or its projections do not fit."""
     first: tuple[object, ...] = ()
     for number, (gate_up, down) in enumerate(experts):
-        form = tuple((tuple(each.values_OI.shape), each.bits, each.group, each.e2m1) for each in (gate_up, down))
+        form = tuple(
+            (tuple(each.values_OI.shape), each.bits, each.group, each.e2m1, each.e4m3) for each in (gate_up, down)
+        )
         first = first or form
         if form != first or tuple(gate_up.values_OI.shape) != (2 * down.in_size, down.out_size):
             raise ValueError(
-                f"kernels: expert {number} has gate and up, and down of shape, bits, group and E2M1 {form}, the"
+                f"kernels: expert {number} has gate and up, and down of shape, bits, group, E2M1 and E4M3 {form}, the"
                 f" first one {first}, expected the same of all, [2F, E] and [E, F]"
             )
         yield gate_up, down

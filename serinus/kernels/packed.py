@@ -21,11 +21,13 @@ class RowBlocks:
     bits: int = 16
     """Of a weight: 16 (bf16), 8 or 4."""
     levels: int = 0
-    """What the digits of a quantized weight stand for (`cpu/quantized.py`)."""
+    """What the digits of a quantized weight stand for (`cpu/quantized.py`, `triton/quantized.py`)."""
     scales: Tensor | None = None
     """Of a quantized weight: fp32 [O/64, groups, 64]."""
     zeros: Tensor | None = None
     """Likewise its zero points, int8; None: it has none."""
+    blocks: Tensor | None = None
+    """Scales of blocks of 128 x 128, fp32 [O/128, I/128], where `scales` are no others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

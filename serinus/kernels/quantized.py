@@ -1,4 +1,4 @@
-"""QuantizedWeight: the weight of a linear as integers of 4 or 8 bits with scales, before a column packs it.
+"""QuantizedWeight: the weight of a linear as integers of 4 or 8 bits, or floats of 8, with scales, before it is packed.
 
 weight = (values - zeros) * scales, exactly; a scale serves a group of neighbouring inputs of one output. Shapes: O =
 output width, I = input width, G = groups of an output.
@@ -28,13 +28,17 @@ class QuantizedWeight:
     group: int
     """Inputs that share a scale; the last group of an output may have fewer."""
     values_OI: Tensor
-    """int8, each in [-2**(bits - 1), 2**(bits - 1))."""
+    """int8, each in [-2**(bits - 1), 2**(bits - 1)); of `e4m3` the bytes of its floats."""
     scales_OG: Tensor
     """In fp32, of either sign."""
     zeros_OG: Tensor | None = None
     """int8, in [-8, 8] of 4 bits, any of 8; None = all are 0."""
     e2m1: bool = False
     """Values are twice those of the 4-bit float E2M1, of 8 bits and without zeros: a column may keep them in four."""
+    e4m3: bool = False
+    """Values are floats of 8 bits (E4M3) without zeros, none of them NaN."""
+    rounds_rows: bool = False
+    """Of `e4m3`: a column may round rows to E4M3 as well, with a scale for each, where that is faster."""
 
     def __post_init__(self) -> None:
         groups = -(-self.values_OI.shape[1] // self.group) if self.group > 0 else 0
@@ -43,6 +47,8 @@ class QuantizedWeight:
         if self.e2m1 and (self.bits != 8 or self.zeros_OG is not None):
             zeros = "none" if self.zeros_OG is None else "some"
             raise ValueError(f"kernels: weight of E2M1 with {self.bits} bits, zeros: {zeros}, expected 8 and none")
+        if self.e4m3 and (self.bits != 8 or self.zeros_OG is not None or self.e2m1):
+            raise ValueError(f"kernels: weight of E4M3 with {self.bits} bits, zeros or E2M1, expected 8 bits alone")
         if self.bits not in (4, 8) or any(tuple(table.shape) != wanted for table in tables):
             raise ValueError(
                 f"kernels: quantized weight {list(self.values_OI.shape)} of {self.bits} bits in groups of {self.group}"
@@ -61,7 +67,8 @@ class QuantizedWeight:
 
     def dequantized(self) -> Tensor:
         """The weight, fp32 [O, I]. Cost: 5 bytes of memory for each byte of it, for a moment."""
-        shifted = self.values_OI.float()
+        values_OI = self.values_OI.view(torch.float8_e4m3fn) if self.e4m3 else self.values_OI
+        shifted = values_OI.float()
         scales_OI = self._over_inputs(self.scales_OG)
         if self.zeros_OG is not None:
             shifted -= self._over_inputs(self.zeros_OG.float())
@@ -109,7 +116,8 @@ class QuantizedWeight:
 
     @staticmethod
     def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Several, one below the other; of the same bits and group. Zeros are written out where some have them."""
+        """Several, one below the other; of the same bits and group, all of `e4m3` or none. Zeros are written out where
+        some have them."""
         has_zeros = any(part.zeros_OG is not None for part in parts)
         zeros = [
             torch.zeros_like(part.scales_OG, dtype=torch.int8) if part.zeros_OG is None else part.zeros_OG
@@ -121,7 +129,17 @@ class QuantizedWeight:
             scales_OG=torch.cat([part.scales_OG for part in parts]),
             zeros_OG=torch.cat(zeros) if has_zeros else None,
             e2m1=all(part.e2m1 for part in parts),
+            rounds_rows=all(part.rounds_rows for part in parts),
         )
 
     def _over_inputs(self, table_OG: Tensor) -> Tensor:
         return table_OG.repeat_interleave(self.group, 1)[:, : self.in_size]
+
+
+def e2m1_codes(values: Tensor) -> Tensor:
+    """Digits of E2M1 of twice its values, int32. Raises ValueError: a value is none of them."""
+    magnitudes = torch.tensor(E2M1_TWICE, dtype=torch.int8, device=values.device)
+    found = torch.bucketize(values.abs(), magnitudes, out_int32=True).clamp_(max=len(E2M1_TWICE) - 1)
+    if not torch.equal(magnitudes[found], values.abs()):
+        raise ValueError(f"kernels: quantized weight of E2M1, expected values of {E2M1_TWICE} and less than 0")
+    return found.add_(8 * (values < 0).int())

@@ -85,10 +85,9 @@ _WATCHED = frozenset(("watched_attention", "pack_factors"))
 _ON_HOST = frozenset(("canary_due", "chain_hashes", "page_digests"))
 """Ops of arrays of the host: whatever the device is, column cpu serves them."""
 _LACKING: Mapping[str, frozenset[str]] = {
-    "cpu": frozenset(("pull_pages",)), "triton": frozenset(("pack_experts",)),
+    "cpu": frozenset(("pull_pages",)),
 }  # fmt: skip
-"""Ops that the engine does not call where a column serves it: those between memories of accelerators; and what packs
-quantized experts, which no Triton kernel multiplies with."""
+"""Ops that the engine does not call where a column serves it: those between memories of accelerators."""
 _MADE_OF_OPS = ("norm_linear",)
 """Ops that call others: their files hold `make_<op>(ops)`, which is given those that were found."""
 _COLUMN_OF = {"cpu": "cpu", "cuda": "triton"}

@@ -69,7 +69,9 @@ def take_experts(
             if layer.method in AT_LOAD:
                 raise ConfigError(f"models: {block} cannot be shared among ranks ({error})") from None
     if packed is None:
-        gate_up, down = layer.stacks() or _filled(layer.floats(), len(layer.held))
+        is_rounded = quantized is not None and quantized.at_load and quantized.method == "fp8"
+        stacks = None if is_rounded else layer.stacks()
+        gate_up, down = stacks or _filled(layer.floats(is_rounded=is_rounded), len(layer.held))
         packed = PackedExperts(gate_up=gate_up, down=down, gate_up_bias=biases[0], down_bias=biases[1])
     return replace(packed, is_part=shard.ep > 1)
 
@@ -102,21 +104,22 @@ class _Layer:
 
     def integers(self) -> Iterator[tuple[QuantizedWeight, QuantizedWeight]]:
         """One after the other. Raises _Unlike."""
-        first: tuple[tuple[int, int], ...] = ()
+        first: tuple[tuple[int, int, bool], ...] = ()
         for gate_up, down in self._pairs(keep=True):
             if isinstance(gate_up, Tensor) or isinstance(down, Tensor):
                 raise _Unlike
-            forms = (gate_up.bits, gate_up.group), (down.bits, down.group)
+            forms = (gate_up.bits, gate_up.group, gate_up.e4m3), (down.bits, down.group, down.e4m3)
             first = first or forms
             if forms != first:
                 raise _Unlike
             yield gate_up, down
 
-    def floats(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """One after the other, as they are stored, or what integers stand for."""
-        for gate_up, down in self._pairs(keep=False):
-            assert isinstance(gate_up, Tensor), "models: integers where floats were asked for"
-            assert isinstance(down, Tensor), "models: integers where floats were asked for"
+    def floats(self, *, is_rounded: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """One after the other, as they are stored, or what integers stand for. `is_rounded`: as the source rounds."""
+        for pair in self._pairs(keep=is_rounded):
+            gate_up, down = (
+                each.dequantized().to(self.source.dtype) if isinstance(each, QuantizedWeight) else each for each in pair
+            )
             yield gate_up, down
 
     def stacks(self) -> tuple[Tensor, Tensor] | None:
@@ -171,8 +174,8 @@ class _Layer:
         for rows_2FE, columns_EF in zip(rows, columns, strict=True):
             halves = [rows_2FE[first + span.start : first + span.stop] for first in (0, size)]
             whole = self.source.quantized(down, columns_EF.contiguous())
-            if isinstance(whole, QuantizedWeight) and len(span) < size:
-                whole = whole.columns(span)
+            if len(span) < size:
+                whole = whole.columns(span) if isinstance(whole, QuantizedWeight) else whole[:, span.start : span.stop]
             yield self.source.quantized(gate_up, torch.cat(halves)), whole
 
     def _single(self, *, keep: bool) -> Iterator[_Pair]:

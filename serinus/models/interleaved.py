@@ -107,9 +107,10 @@ def _quantized(
     """The same, quantized before it is cut: all ranks have parts of the same weights. `some`: experts taken."""
     for matrix in _floats(source, name, shape, some, -1):
         weight = source.quantized(name, matrix.contiguous())
-        assert isinstance(weight, QuantizedWeight), f"models: {name} of a source that quantizes nothing"
         if dim < 0 or span is None:
             yield weight
+        elif isinstance(weight, Tensor):
+            yield weight.narrow(dim, span.start, len(span))
         else:
             yield weight.columns(span) if dim else weight.rows(span)
 

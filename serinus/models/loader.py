@@ -18,6 +18,7 @@ from serinus.models.decoder import Decoder
 from serinus.models.expert_weights import multiplies_integers
 from serinus.models.gguf_files import GgufSource
 from serinus.models.hooks import ForwardHook
+from serinus.models.interleaved import MXFP4
 from serinus.models.quantized import QuantizingSource
 from serinus.models.quantized_files import QuantizedFiles
 from serinus.models.spec import TOY_ARCHITECTURE, ModelSpec
@@ -144,7 +145,8 @@ def load_model(
     whole = shard is None or (shard.tp == 1 and shard.is_first and shard.is_last)
     files: SafetensorsSource | RandomSource | GgufSource
     if dummy:
-        files = RandomSource(seed, dtype, device, norm_weight=0.0 if spec.norm_plus_one else 1.0)
+        mxfp4 = spec.quantization is not None and spec.quantization.method == MXFP4
+        files = RandomSource(seed, dtype, device, norm_weight=0.0 if spec.norm_plus_one else 1.0, mxfp4=mxfp4)
     elif load_format == "auto" and (Path(path) / GGUF_LINK).exists():
         files = GgufSource(Path(path), spec, dtype, device, digests, tell)
     else:

@@ -8,7 +8,7 @@ its field: to leave a word out would give a wrong model without a sign of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from serinus.core.errors import ConfigError
@@ -16,6 +16,12 @@ from serinus.models.config_fields import ConfigFields
 
 AT_LOAD: Final = ("int8", "int4", "fp8")
 """What `--quantization` makes of a checkpoint that is not quantized."""
+
+
+FP8_BLOCK: Final = 128
+"""Inputs, and outputs, that share a scale of FP8 in blocks."""
+_FP8_DEVICE: Final = "cuda"
+"""Where kernels multiply with FP8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +40,8 @@ class QuantSpec:
     """Of the experts of a mixture, where kernels multiply with their integers; 16 = they are floats in memory."""
     at_load: bool = False
     """Made as it is loaded, of a checkpoint that is not quantized."""
+    rounds_rows: bool = False
+    """Of FP8: its maker rounds what goes into linears too."""
 
     @property
     def text(self) -> str:
@@ -48,11 +56,24 @@ class QuantSpec:
             )
         if self.bits == 16:
             return f"{self.method}: dequantized as it is loaded"
+        if self.method == "fp8":
+            scales = "with the scales of the file" if self.group else "with a scale for each output"
+            made = (
+                "fp8: linears rounded to FP8 (e4m3) as they are loaded"
+                if self.at_load
+                else "fp8: linears in FP8 (e4m3)"
+            )
+            return f"{made}, {scales}, head as it is"
         if self.method == "gguf":
             return f"gguf: linears of Q8_0 and Q4_0 as they are (most of {self.bits} bits), others dequantized"
         scales = f"a scale for {self.group} inputs" if self.group else "a scale for each output"
         head = "head as it is" if self.head_bits == 16 else f"head of {self.head_bits} bits"
         return f"{self.method}: linears of {self.bits} bits, {scales}, {head}"
+
+    @property
+    def as_stored(self) -> QuantSpec:
+        """What tells models apart: not whether FP8 is kept in memory, which hangs on the device."""
+        return replace(self, bits=16, expert_bits=16) if self.method == "fp8" else self
 
     def linear_bytes(self, count: int) -> float:
         """Of so many weights of linears, with their scales."""
@@ -74,7 +95,7 @@ def quant_spec(
     Args:
         asked: the setting, auto or one of AT_LOAD.
         known: methods of this architecture alone; None = no code of this package computes it.
-        device: where they are multiplied with; on a CPU alone experts are quantized at load.
+        device: where they are multiplied with; on CUDA alone FP8 stays FP8.
     Raises ConfigError: nothing that can be served.
     """
     stored = config.get("quantization_config", config.get("compression_config"))
@@ -96,7 +117,8 @@ def quant_spec(
     if known or not isinstance(method, str) or method not in _READERS:
         expected = f"none or quant_method {' or '.join(known or _READERS)} for {architecture}"
         raise config.fail("quantization_config", expected)
-    return _READERS[method](_Fields(config, stored))
+    found = _READERS[method](_Fields(config, stored))
+    return replace(found, bits=8, expert_bits=8) if found.method == "fp8" and device == _FP8_DEVICE else found
 
 
 class _Fields:
@@ -140,8 +162,11 @@ def _gptq(fields: _Fields) -> QuantSpec:
 
 
 def _fp8(fields: _Fields) -> QuantSpec:
-    fields.want("fmt", fields.values.get("fmt", "e4m3"), "e4m3")
-    return QuantSpec(method="fp8", bits=16, group=0, head_bits=16)
+    given = fields.values
+    fields.want("fmt", given.get("fmt", "e4m3"), "e4m3")
+    group = FP8_BLOCK if given.get("weight_block_size") else 0
+    rounds_rows = given.get("activation_scheme", "dynamic") in ("dynamic", "static")
+    return QuantSpec(method="fp8", bits=16, group=group, head_bits=16, rounds_rows=rounds_rows)
 
 
 def _compressed(fields: _Fields) -> QuantSpec:
@@ -157,7 +182,9 @@ def _compressed(fields: _Fields) -> QuantSpec:
     if form == "float-quantized":
         fields.want("config_groups.weights.type", weights.get("type"), "float")
         fields.want("config_groups.weights.num_bits", weights.get("num_bits"), 8)
-        return QuantSpec(method="fp8", bits=16, group=0, head_bits=16)
+        group = FP8_BLOCK if weights.get("strategy") == "block" else 0
+        rounds_rows = all(isinstance(scheme.get("input_activations"), dict) for scheme in schemes)
+        return QuantSpec(method="fp8", bits=16, group=group, head_bits=16, rounds_rows=rounds_rows)
     for scheme in schemes:
         fields.want("config_groups.input_activations", scheme.get("input_activations"), None)
     fields.want("config_groups.weights.type", weights.get("type"), "int")
@@ -193,15 +220,15 @@ _READERS: Final[Mapping[str, Callable[[_Fields], QuantSpec]]] = {
 
 
 def _at_load(asked: str, device: str) -> QuantSpec:
-    """Raises ConfigError: FP8 where a CPU is not, which would gain nothing either."""
-    experts = 16 if device != "cpu" else {"int8": 8, "int4": 4}.get(asked, 16)
+    """Raises ConfigError: FP8 where neither a CPU nor a kernel for it is."""
+    kept = 8 if device == _FP8_DEVICE else 16
+    experts = {"int8": 8, "int4": 4, "fp8": kept}[asked]
     if asked == "int8":
         return QuantSpec(method="int8", bits=8, group=0, head_bits=8, expert_bits=experts, at_load=True)
     if asked == "int4":
         return QuantSpec(method="int4", bits=4, group=128, head_bits=8, expert_bits=experts, at_load=True)
-    if device != "cpu":
-        raise ConfigError(
-            f"models: quantization is 'fp8' on {device}, expected int8, of as many bytes, or a CPU: no kernel"
-            " multiplies with FP8 weights yet"
-        )
-    return QuantSpec(method="fp8", bits=16, group=0, head_bits=16, at_load=True)
+    if device not in ("cpu", _FP8_DEVICE):
+        raise ConfigError(f"models: quantization is 'fp8' on {device}, expected {_FP8_DEVICE} or a CPU")
+    return QuantSpec(
+        method="fp8", bits=kept, group=0, head_bits=16, expert_bits=experts, at_load=True, rounds_rows=True
+    )  # fmt: skip

@@ -3,7 +3,8 @@
 int8: the largest weight of an output becomes 127 or -127. int4: of each group the weight of largest magnitude becomes
 -8, with a scale of either sign: its error is 12 % below that of a scale of largest / 7, and 2.5 % above that of zero
 points (normal weights, groups of 128), which would cost a byte a group and two instructions in every product.
-fp8: the largest weight of an output becomes 448 or -448, others the nearest of FP8 (e4m3); what they stand for is kept.
+fp8: the largest weight of an output becomes 448 or -448, others the nearest of FP8 (e4m3); they are kept, or what they
+stand for.
 Shapes: O = output width, I = input width, G = groups of an output.
 """
 
@@ -47,10 +48,10 @@ class QuantizingSource:
 
     def quantized(self, name: str, weight_OI: torch.Tensor) -> torch.Tensor | QuantizedWeight:
         """A weight that was taken already."""
-        if self._spec.bits == 16:
-            return weight_OI if name == "lm_head" else rounded_to_fp8(weight_OI)
         if name == "lm_head" and self._spec.head_bits == 16:
             return weight_OI
+        if self._spec.method == "fp8":
+            return rounded_to_fp8(weight_OI) if self._spec.bits == 16 else to_fp8(weight_OI)
         bits, group = (self._spec.head_bits, 0) if name == "lm_head" else (self._spec.bits, self._spec.group)
         return quantize(weight_OI, bits, group or weight_OI.shape[1])
 
@@ -70,7 +71,7 @@ class QuantizingSource:
 def joined(weights: Sequence[torch.Tensor | QuantizedWeight], dtype: torch.dtype) -> torch.Tensor | QuantizedWeight:
     """One below the other. Where not all are quantized alike they are multiplied as what they stand for, in `dtype`."""
     quantized = [each for each in weights if isinstance(each, QuantizedWeight)]
-    if len(quantized) == len(weights) and len({(each.bits, each.group) for each in quantized}) == 1:
+    if len(quantized) == len(weights) and len({(each.bits, each.group, each.e4m3) for each in quantized}) == 1:
         return QuantizedWeight.joined(quantized)
     return torch.cat([each.dequantized().to(dtype) if isinstance(each, QuantizedWeight) else each for each in weights])
 
@@ -81,15 +82,23 @@ def quantize(weight_OI: torch.Tensor, bits: int, group: int) -> QuantizedWeight:
     return QuantizedWeight.joined(pieces)
 
 
+def to_fp8(weight_OI: torch.Tensor) -> QuantizedWeight:
+    """The nearest numbers of FP8, with one scale for each output. Deterministic, on any device."""
+    return QuantizedWeight.joined([_fp8_rows(rows) for rows in torch.split(weight_OI, _ROWS)])
+
+
 def rounded_to_fp8(weight_OI: torch.Tensor) -> torch.Tensor:
-    """What the nearest numbers of FP8 stand for, with one scale for each output, in the dtype of the weight."""
-    pieces = []
-    for rows_OI in torch.split(weight_OI, _ROWS):
-        scales_O1 = rows_OI.float().abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
-        scales_O1 = torch.where(scales_O1 == 0, 1.0, scales_O1)
-        nearest_OI = (rows_OI.float() / scales_O1).to(torch.float8_e4m3fn)
-        pieces.append((nearest_OI.float() * scales_O1).to(weight_OI.dtype))
-    return torch.cat(pieces)
+    """What those stand for, in the dtype of the weight."""
+    return torch.cat([_fp8_rows(rows).dequantized().to(weight_OI.dtype) for rows in torch.split(weight_OI, _ROWS)])
+
+
+def _fp8_rows(weight_OI: torch.Tensor) -> QuantizedWeight:
+    scales_O1 = weight_OI.float().abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    scales_O1 = torch.where(scales_O1 == 0, 1.0, scales_O1)
+    values_OI = (weight_OI.float() / scales_O1).to(torch.float8_e4m3fn).view(torch.int8)
+    return QuantizedWeight(
+        bits=8, group=weight_OI.shape[1], values_OI=values_OI, scales_OG=scales_O1, e4m3=True, rounds_rows=True
+    )
 
 
 def _quantize_rows(weight_OI: torch.Tensor, bits: int, group: int) -> QuantizedWeight:

@@ -1,9 +1,9 @@
-"""QuantizedFiles: linears of checkpoints that are quantized, as integers with scales, or dequantized.
+"""QuantizedFiles: linears of checkpoints that are quantized, as integers or FP8 with scales, or dequantized.
 
 Which linears those are is seen by their tensors: what a list of exceptions left out has a `weight` of floats. Integers
-are kept as they are and multiplied with; FP8, and integers that something else than a linear asks for (latent
-attention, projections of which only some are quantized), are dequantized to the dtype of the model. Shapes: O = output
-width, I = input width, G = groups of an output.
+are kept as they are and multiplied with, FP8 where kernels can. FP8 elsewhere, and what something else than a linear
+asks for (latent attention, projections of which only some are quantized), is dequantized to the dtype of the model.
+Shapes: O = output width, I = input width, G = groups of an output.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import torch
 from torch import Tensor
 
 from serinus.core.errors import ConfigError
+from serinus.core.log import get_logger
 from serinus.kernels import QuantizedWeight
-from serinus.models.quantization import QuantSpec
+from serinus.models.quantization import FP8_BLOCK, QuantSpec
 from serinus.models.weights import SafetensorsSource
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Output of each digit of a word."""
 _INTEGERS = ("qweight", "weight_packed")
 """What linears of integers have in place of a weight."""
-_BLOCK = 128
-"""Of FP8: inputs, and outputs, that share a scale."""
 _FP8_SCALES = ("weight_scale_inv", "weight_scale")
+_FP8_SPAN = 32
+"""Inputs of FP8 of which groups are multiples, for kernels."""
+_FP8_NAN = 0x7F
+_log = get_logger("models")
 
 
 class QuantizedFiles:
@@ -55,7 +58,7 @@ class QuantizedFiles:
     def linear(
         self, name: str, shape: tuple[int, int], span: range | None = None, dim: int = 0
     ) -> Tensor | QuantizedWeight:
-        """The integers of it, or a weight of floats. All of it is read and unpacked, whatever the span. Raises
+        """The integers or FP8 of it, or a weight of floats. All of it is read and unpacked, whatever the span. Raises
         ConfigError: a tensor is missing or not as config.json says, or groups would be cut too short."""
         if not self._is_quantized(name):
             return self._files.take(f"{name}.weight", shape, span, dim)
@@ -63,8 +66,7 @@ class QuantizedFiles:
             kind: self._files.stored(f"{name}.{kind}").to(self.device) for kind in sorted(self._kinds[name] - {"bias"})
         }
         if "weight" in tensors:
-            weight = _dequantized_fp8(name, tensors, shape).to(self.device, self._files.dtype)
-            return weight if span is None else weight.narrow(dim, span.start, len(span)).contiguous()
+            return self._fp8(name, _fp8(name, tensors, shape, self._spec), span, dim)
         whole = _integers(name, tensors, shape, self._spec)
         if span is None:
             return whole
@@ -72,6 +74,18 @@ class QuantizedFiles:
             return whole.columns(span) if dim else whole.rows(span)
         except ValueError as error:
             raise ConfigError(f"models: {name} cannot be shared among ranks ({error})") from None
+
+    def _fp8(self, name: str, whole: QuantizedWeight, span: range | None, dim: int) -> Tensor | QuantizedWeight:
+        """As it is where kernels multiply with it, else dequantized; also blocks that are cut too short for them."""
+        if self._spec.bits == 16:
+            weight = whole.dequantized().to(self._files.dtype)
+            return weight if span is None else weight.narrow(dim, span.start, len(span)).contiguous()
+        if span is None or dim == 0:
+            return whole if span is None else whole.rows(span)
+        if whole.scales_OG.shape[1] > 1 and span.start % _FP8_SPAN:
+            _log.info("%s is dequantized: its blocks are cut at input %d", name, span.start)
+            return whole.dequantized()[:, span.start : span.stop].to(self._files.dtype).contiguous()
+        return whole.columns(span)
 
     def quantized(self, name: str, weight_OI: Tensor) -> Tensor | QuantizedWeight:
         """The same weight again: what is not quantized stays as it is."""
@@ -161,28 +175,27 @@ def _check_order(name: str, tensors: dict[str, Tensor], in_size: int, spec: Quan
             )
 
 
-def _dequantized_fp8(name: str, tensors: dict[str, Tensor], shape: tuple[int, int]) -> Tensor:
-    """In fp32. Scales are of the whole, of each output, or of blocks; the last blocks may be smaller."""
+def _fp8(name: str, tensors: dict[str, Tensor], shape: tuple[int, int], spec: QuantSpec) -> QuantizedWeight:
+    """Scales are of the whole, of each output, or of blocks; the last blocks may be smaller."""
     weight_OI = tensors["weight"]
     if tuple(weight_OI.shape) != shape or weight_OI.dtype != torch.float8_e4m3fn:
         raise ConfigError(
             f"models: {name}.weight is {weight_OI.dtype} {list(weight_OI.shape)}, expected float8_e4m3fn {list(shape)}"
         )
+    bytes_OI = weight_OI.view(torch.int8)
+    if bool((bytes_OI & _FP8_NAN == _FP8_NAN).any()):
+        raise ConfigError(f"models: {name}.weight has elements that are no numbers, expected none")
     kind = next(kind for kind in _FP8_SCALES if kind in tensors)
     scale = tensors[kind].float()
-    if scale.numel() == 1:
-        return weight_OI.float() * scale.reshape(())
-    scale = scale.reshape(-1, 1) if scale.dim() == 1 else scale
-    whole = [count in (1, size, -(-size // _BLOCK)) for size, count in zip(shape, scale.shape, strict=False)]
-    if scale.dim() != 2 or not all(whole):
+    scale = scale.reshape(1, 1) if scale.numel() == 1 else scale.reshape(-1, 1) if scale.dim() == 1 else scale
+    blocks = [-(-size // FP8_BLOCK) for size in shape]
+    if scale.dim() != 2 or scale.shape[0] not in (1, shape[0], blocks[0]) or scale.shape[1] not in (1, blocks[1]):
         raise ConfigError(
             f"models: {name}.{kind} has shape {list(scale.shape)}, expected a scale for all, for each output or for"
             f" blocks of 128 x 128 of {list(shape)}"
         )
-    return weight_OI.float() * _spread(_spread(scale, shape[0], 0), shape[1], 1)
-
-
-def _spread(scale: Tensor, size: int, dim: int) -> Tensor:
-    count = scale.shape[dim]
-    each = size // count if count in (1, size) else _BLOCK
-    return scale.repeat_interleave(each, dim).narrow(dim, 0, size)
+    outs = 1 if len(scale) == shape[0] else shape[0] if len(scale) == 1 else FP8_BLOCK
+    return QuantizedWeight(
+        bits=8, group=shape[1] if scale.shape[1] == 1 else FP8_BLOCK, values_OI=bytes_OI, e4m3=True,
+        scales_OG=scale.repeat_interleave(outs, 0)[: shape[0]].contiguous(), rounds_rows=spec.rounds_rows,
+    )  # fmt: skip

@@ -193,7 +193,8 @@ class ModelSpec:
 
     def signed(self, weights: str) -> ModelSpec:
         """With its signature, of a digest of its weights."""
-        plain = replace(self, path="", signature="")
+        quantized = None if self.quantization is None else self.quantization.as_stored
+        plain = replace(self, path="", signature="", quantization=quantized)
         signature = hashlib.blake2b(f"{asdict(plain)!r}|{weights}".encode(), digest_size=16).hexdigest()
         return replace(self, signature=signature)
 

@@ -25,6 +25,8 @@ from serinus.models.weight_files import file_of_each
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _log = get_logger("models")
+_SCALE = 120
+"""Of dummy MXFP4: 2**-7."""
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 
@@ -222,18 +224,22 @@ class RandomSource(_PlainLinears):
     """Dummy weights (`--load-format dummy`): each tensor a function of the seed, its name and the type of device, which
     makes it."""
 
-    def __init__(self, seed: int, dtype: torch.dtype, device: str = "cpu", *, norm_weight: float = 1.0) -> None:
+    def __init__(
+        self, seed: int, dtype: torch.dtype, device: str = "cpu", *, norm_weight: float = 1.0, mxfp4: bool = False
+    ) -> None:
+        """`mxfp4`: experts are in it, as gpt-oss has them."""
         self.dtype = dtype
         self.device = device
         self._seed = seed
-        self._norm_weight = norm_weight
+        self._norm_weight, self._mxfp4 = norm_weight, mxfp4
 
     def take(
         self, name: str, shape: tuple[int, ...], span: range | None = None, dim: int = 0,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Norm weights are `norm_weight`, biases 0, all others normal with deviation 0.02. A span is that of the whole,
-        which is made first: ranks of any mesh have the same model."""
+        """Norm weights are `norm_weight`, biases 0, all others normal with deviation 0.02; of MXFP4 any bytes, with
+        scales by which they deviate as much. A span is that of the whole, which is made first: ranks of any mesh have
+        the same model."""
         dtype = dtype or self.dtype
         if span is not None:
             return self.take(name, shape, dtype=dtype).narrow(dim, span.start, len(span)).clone()
@@ -243,11 +249,15 @@ class RandomSource(_PlainLinears):
             return torch.zeros(shape, dtype=dtype, device=self.device)
         digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=7).digest()
         chance = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little"))
+        if dtype == torch.uint8:
+            is_scale = name.endswith("_scales")
+            low, high = (_SCALE, _SCALE + 1) if is_scale else (0, 256)
+            return torch.randint(low, high, shape, dtype=dtype, device=self.device, generator=chance)
         return torch.empty(shape, dtype=dtype, device=self.device).normal_(0.0, 0.02, generator=chance)
 
     def has(self, name: str) -> bool:
-        """Nothing that only some checkpoints have."""
-        return False
+        """Nothing that only some checkpoints have, but MXFP4."""
+        return self._mxfp4 and name.endswith("_blocks")
 
     def finish(self, ignore: Callable[[str], bool]) -> None:
         """A seed has no tensors left over."""

@@ -13,6 +13,7 @@ from serinus.kernels.cpu import linear as cpu_linear
 from serinus.kernels.cpu import quantized
 from serinus.kernels.cpu.row_linear import fused_rows
 from serinus.kernels.cpu.scalar import host_has
+from serinus.models.quantized import to_fp8
 from tests.kernels.conftest import DTYPES, assert_close
 
 SHAPES = [(64, 64, 64), (128, 256, 128), (100, 70, 32), (7, 33, 64), (192, 384, 8), (320, 1088, 128), (64, 520, 520)]
@@ -75,6 +76,21 @@ def test_the_reference_multiplies_by_the_integers_less_zero_times_the_scale(
             by_hand[o, i] = (int(weight.values_OI[o, i]) - zero) * float(weight.scales_OG[o, i // 8])
     x = rows_of(33, torch.float32, 5)
     assert_close(ref.linear(x, ref.pack_linear(weight, None)), (x.double() @ by_hand.T).float())
+
+
+def test_floats_of_8_bits_are_multiplied_as_such_and_cut_and_joined(ref: Kernels) -> None:
+    weight = torch.randn(40, 128, generator=torch.Generator().manual_seed(3))
+    made = to_fp8(weight)
+    assert float((made.dequantized() - weight).abs().max() / weight.abs().max()) < 1 / 16
+    x = rows_of(128, torch.float32, 5)
+    assert_close(ref.linear(x, ref.pack_linear(made, None)), (x.double() @ made.dequantized().double().T).float())
+    assert torch.equal(made.columns(range(32, 96)).dequantized(), made.dequantized()[:, 32:96])
+    assert torch.equal(made.rows(range(8, 24)).dequantized(), made.dequantized()[8:24])
+    assert torch.equal(made.padded(3).dequantized()[40:], torch.zeros(3, 128))
+    both = QuantizedWeight.joined([made, replace(made, rounds_rows=False)])
+    assert both.e4m3
+    assert not both.rounds_rows
+    assert torch.equal(both.dequantized(), torch.cat([made.dequantized()] * 2))
 
 
 @pytest.mark.parametrize("gate", [None, "silu", "gelu"])
@@ -155,6 +171,8 @@ def test_weights_that_are_none_are_refused(cpu: Kernels) -> None:
         weight.columns(range(4, 20))
     with pytest.raises(ValueError, match="E2M1 with 4 bits, zeros: none, expected 8 and none"):
         replace(weight, e2m1=True)
+    with pytest.raises(ValueError, match="E4M3 with 4 bits, zeros or E2M1, expected 8 bits alone"):
+        replace(weight, e4m3=True)
     with pytest.raises(ValueError, match="quantized weight of E2M1, expected values of"):
         cpu.pack_linear(replace(made(8, 64, 32, 8, has_zeros=False), e2m1=True), None)
     packed = cpu.pack_linear(weight, None)

@@ -33,7 +33,9 @@ from .triton_layer_cases import (
     linears,
     norms,
     qk_rope_store,
+    quantized_experts,
     quantized_linears,
+    rounded_rows,
     rows_of_linears,
 )
 from .triton_shapes import call_all
@@ -99,7 +101,9 @@ CASES: dict[str, Callable[[int, str], str]] = {
         experts,
         linears,
         rows_of_linears,
+        quantized_experts,
         quantized_linears,
+        rounded_rows,
         qk_rope_store,
         latent_rope_store,
         choose_tokens,

@@ -40,12 +40,14 @@ def page_first(rng: random.Random, pools: Sequence[Tensor], page: int) -> list[T
     return [both[:, i] for i in range(len(pools))]
 
 
-def far_apart(what: str, found: Tensor, expected: Tensor) -> str:
-    """What differs by more than rounding explains, in words."""
+def far_apart(what: str, found: Tensor, expected: Tensor, allowed: float | None = None) -> str:
+    """What differs by more than rounding explains, or `allowed` of the largest value, in words."""
     if found.dtype != expected.dtype or found.shape != expected.shape:
         return f" {what} {found.dtype} {tuple(found.shape)}"
     if not expected.numel():
         return ""
     apart = float((found.float() - expected.float()).abs().max())
     largest = max(1.0, float(expected.float().abs().max()))
-    return "" if apart <= _ALLOWED[expected.dtype] * largest else f" {what} by {apart:.2e} of {largest:.2e}"
+    return (
+        "" if apart <= (allowed or _ALLOWED[expected.dtype]) * largest else f" {what} by {apart:.2e} of {largest:.2e}"
+    )

@@ -4,15 +4,18 @@ between projection and attention."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import FP8_FORMATS, ExpertGate, Gate, PackedExperts, QuantizedWeight, WrittenRows
+from serinus.kernels import E2M1_TWICE, FP8_FORMATS, ExpertGate, Gate, PackedExperts, QuantizedWeight, WrittenRows
 from serinus.kernels.triton.fused_moe import ExpertCut, run_experts
 from serinus.kernels.triton.linear import WeightCut, cut_of, multiply_rows
+from serinus.kernels.triton.quantized import round_rows, round_spans
 from serinus.kernels.triton.tickets import Tickets
+from serinus.models.quantized import to_fp8
 
 from .triton_columns import columns, dtype_of, far_apart, page_first
 
@@ -23,7 +26,9 @@ __all__ = [
     "linears",
     "norms",
     "qk_rope_store",
+    "quantized_experts",
     "quantized_linears",
+    "rounded_rows",
     "rows_of_linears",
 ]
 
@@ -89,6 +94,51 @@ def experts(seed: int, device: str) -> str:
     return wrong + far_apart(f"{tokens} x {chosen} of {count} by {cuts}", cut, expected)
 
 
+def quantized_experts(seed: int, device: str) -> str:
+    """The same by integers of 4 and 8 bits, FP8 and MXFP4, in groups or with one scale, zero points or none."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ref, fast = columns(device, "fused_moe", "pack_experts")
+    dtype, form = dtype_of(rng, device), ("int4", "int8", "fp8", "mxfp4")[seed % 4]
+    count, width, inner = rng.choice((3, 8)), rng.choice((64, 160, 288)), rng.choice((32, 96, 256))
+    group = 32 if form == "mxfp4" else rng.choice((32, 128, 512))
+    has_zeros = form.startswith("int") and rng.random() < 0.5
+
+    def drawn_weight(outs: int, ins: int) -> QuantizedWeight:
+        half, groups = 8 if form == "int4" else 128, -(-ins // group)
+        values = torch.randint(-half, half, (outs, ins), generator=generator)
+        scales = torch.randn((outs, groups), generator=generator) * 0.3 / half
+        if form == "fp8":
+            values = torch.where((values == 127) | (values == -1), 126, values)
+            scales = scales / 3
+        if form == "mxfp4":
+            values = values.sign() * torch.tensor(E2M1_TWICE)[values.abs() % 8]
+            scales = 2.0 ** torch.randint(-8, -4, (outs, groups), generator=generator)
+        return QuantizedWeight(
+            bits=4 if form == "int4" else 8, group=group if groups > 1 else ins, e4m3=form == "fp8",
+            e2m1=form == "mxfp4", values_OI=values.to(torch.int8).to(device), scales_OG=scales.to(device),
+            zeros_OG=torch.randint(-8, 9, (outs, groups), generator=generator).to(torch.int8).to(device)
+            if has_zeros and rng.random() < 0.8 else None,
+        )  # fmt: skip
+
+    def put_together(*biases: Tensor | None) -> tuple[PackedExperts, PackedExperts]:
+        some = [(drawn_weight(2 * inner, width), drawn_weight(width, inner)) for _ in range(count)]
+        return fast.pack_experts(some, *biases), ref.pack_experts(some, *biases)
+
+    biases = [drawn(generator, device, torch.float32, count, outs) for outs in (2 * inner, width)]
+    mine, theirs = put_together(*(biases if rng.random() < 0.5 else (None, None)))
+    tokens, chosen, others = rng.choice((1, 5, 90)), rng.choice((1, 2)), rng.choice((0, 1))
+    mine, theirs = (replace(each, is_part=others > 0) for each in (mine, theirs))
+    x = drawn(generator, device, dtype, tokens, width)
+    ids = torch.stack([torch.randperm(count + others, generator=generator)[:chosen] for _ in range(tokens)]).to(device)
+    weights = torch.rand((tokens, chosen), generator=generator).to(device)
+    gate: ExpertGate = rng.choice(("silu", "swiglu_oai"))
+    expected = ref.fused_moe(x, weights, ids, theirs, gate)
+    what = f"{tokens} x {chosen} of {count} in {form}, {width} and {inner} in groups of {group}"
+    wrong = far_apart(what, fast.fused_moe(x, weights, ids, mine, gate), expected)
+    cut = ExpertCut(rows=rng.choice((16, 64)), outputs=rng.choice((16, 32)))
+    return wrong + far_apart(f"{what} by {cut}", run_experts(x, weights, ids, mine, gate, (cut, cut)), expected)
+
+
 def rows_of_linears(seed: int, device: str) -> str:
     """The kernel of few rows, however the weight is cut, with bias and gate; twice to the bit."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -145,29 +195,71 @@ def linears(seed: int, device: str) -> str:
 
 
 def quantized_linears(seed: int, device: str) -> str:
-    """Integers of 4 and 8 bits, groups or one scale, zero points or none, odd sizes, behind a norm and a gate too."""
+    """Integers of 4 and 8 bits and FP8, groups or one scale, zero points or none, odd sizes, behind norm and gate."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     ref, fast = columns(device, "linear", "norm_linear", "pack_linear")
-    dtype, bits, rows = dtype_of(rng, device), (4, 8)[seed % 2], rng.choice((1, 3, 16, 70))
+    dtype, bits, rows = dtype_of(rng, device), (4, 8, 8)[seed % 3], rng.choice((1, 3, 16, 70))
     out_size, inner = rng.choice(((64, 128), (70, 96), (130, 33), (96, 320)))
     group = rng.choice((32, 64, inner))
     groups = -(-inner // group)
-    half = 1 << bits - 1
+    half, is_fp8 = 1 << bits - 1, seed % 3 == 2
+    values = torch.randint(-half, half, (out_size, inner), generator=generator)
+    if is_fp8:  # bytes, 127 and -1 of them no numbers
+        values, half = torch.where((values == 127) | (values == -1), 126, values), 448
     weight = QuantizedWeight(
-        bits=bits, group=group,
-        values_OI=torch.randint(-half, half, (out_size, inner), generator=generator).to(torch.int8).to(device),
+        bits=bits, group=group, e4m3=is_fp8, values_OI=values.to(torch.int8).to(device),
         scales_OG=(torch.randn((out_size, groups), generator=generator) * 0.1 / half).to(device),
         zeros_OG=torch.randint(-8, 9, (out_size, groups), generator=generator).to(torch.int8).to(device)
-        if rng.random() < 0.5 else None,
+        if rng.random() < 0.5 and not is_fp8 else None,
     )  # fmt: skip
     x, norm = drawn(generator, device, dtype, rows, inner), drawn(generator, device, dtype, inner)
     bias = drawn(generator, device, dtype, out_size) if rng.random() < 0.5 else None
     mine, theirs = fast.pack_linear(weight, bias), ref.pack_linear(weight, bias)
-    what = f"{rows} rows by {bits} bits of {out_size} x {inner} in groups of {group}"
+    what = f"{rows} rows by {'FP8' if is_fp8 else f'{bits} bits'} of {out_size} x {inner} in groups of {group}"
     wrong = far_apart(what, fast.linear(x, mine), ref.linear(x, theirs))
     gate: Gate | None = rng.choice((None, "silu"))
     found = fast.norm_linear(None, x, norm, 1e-6, mine, gate)
     return wrong + far_apart(f"normed {gate} {what}", found, ref.norm_linear(None, x, norm, 1e-6, theirs, gate))
+
+
+def rounded_rows(seed: int, device: str) -> str:
+    """Rows in FP8 and their scales; on a GPU the product of many rows by FP8, too, which is that of rounded rows."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    _, fast = columns(device, "linear", "pack_linear")
+    dtype, rows, inner = dtype_of(rng, device), rng.choice((1, 5)), rng.choice((16, 100, 4096, 5000))
+    x = drawn(generator, device, dtype, rows, inner) * rng.choice((1e-3, 1.0, 300.0))
+    x[0] *= rng.choice((0.0, 1.0))
+    found, scales = round_rows(x)
+    expected = x.float().abs().amax(-1) / 448
+    expected[expected == 0] = 1.0
+    wrong = far_apart("scales", scales / expected, torch.ones_like(scales))
+    wrong += far_apart("rows", found, (x.float() / scales[:, None]).to(torch.float8_e4m3fn))
+    x = drawn(generator, device, dtype, rows, 128 * rng.choice((1, 9)))
+    found, scales = round_spans(x)
+    spans = x.float().view(rows, -1, 128)
+    wrong += far_apart("scales of spans", scales[:rows], spans.abs().amax(-1) / 448)
+    wrong += far_apart("spans", found[:rows], (spans / scales[:rows, :, None]).to(torch.float8_e4m3fn).view(x.shape))
+    if device != "cuda":
+        return wrong
+    out_size, inner = rng.choice(((96, 128), (4096, 4096), (6144, 4096), (4096, 12288)))
+    x = drawn(generator, device, torch.bfloat16, rng.choice((128, 201, 1000)), inner)
+    weight = to_fp8(drawn(generator, device, torch.bfloat16, out_size, inner, scale=0.02))
+    bias = drawn(generator, device, torch.bfloat16, out_size) if rng.random() < 0.5 else None
+    rounded, scales = round_rows(x)
+    meant = (rounded.float() * scales[:, None]) @ weight.dequantized().T + (0.0 if bias is None else bias.float())
+    found = fast.linear(x, fast.pack_linear(weight, bias))
+    wrong += far_apart(f"many rows of {list(x.shape)} by FP8", found.float(), meant, 8e-3)
+    if out_size % 128:
+        return wrong
+    grid = torch.rand((out_size // 128, inner // 128), generator=generator).to(device) * 0.02 + 1e-3
+    weight = replace(weight, group=128, scales_OG=grid.repeat_interleave(128, 0))
+    rounded, scales = round_spans(x)
+    widened = rounded[: len(x)].float().view(len(x), -1, 128) * scales[: len(x), :, None]
+    meant = widened.view(x.shape) @ weight.dequantized().T + (0.0 if bias is None else bias.float())
+    packed = fast.pack_linear(weight, bias)
+    if packed.rows is None or packed.rows.blocks is None:
+        wrong += " blocks were not seen"
+    return wrong + far_apart(f"{list(x.shape)} by FP8 in blocks", fast.linear(x, packed).float(), meant, 8e-3)
 
 
 def qk_rope_store(seed: int, device: str) -> str:

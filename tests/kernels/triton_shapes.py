@@ -21,6 +21,7 @@ from serinus.kernels import (
     WrittenRows,
     load,
 )
+from serinus.kernels.triton.quantized import round_rows, round_spans
 
 __all__ = ["call_all"]
 
@@ -95,12 +96,31 @@ def mix(ops: Kernels, rows: int) -> None:
 
 
 def multiply_quantized(ops: Kernels, rows: int) -> None:
-    """12288 x 4096, by 8 bits with a scale of each output and by 4 bits with one of 128 inputs."""
+    """12288 x 4096, by 8 bits with a scale of each output, by 4 bits with one of 128 inputs, and by FP8 with either."""
     outs, inner = 12288, 4096
-    for bits, group in ((8, inner), (4, 128)):
+    for bits, group, e4m3 in ((8, inner, False), (4, 128, False), (8, inner, True), (8, 128, True)):
         values, scales = blank(outs, inner, dtype=torch.int8), blank(outs, inner // group, dtype=torch.float32)
-        weight = QuantizedWeight(bits=bits, group=group, values_OI=values, scales_OG=scales)
+        weight = QuantizedWeight(bits=bits, group=group, values_OI=values, scales_OG=scales, e4m3=e4m3)
         ops.linear(blank(rows, inner), ops.pack_linear(weight, None))
+
+
+def mix_quantized(ops: Kernels, rows: int) -> None:
+    """The experts of Qwen3-30B-A3B by 8 bits and FP8 with a scale of each output or of blocks, by 4 bits with one of
+    128 inputs, and those of gpt-oss-20b in MXFP4. Four of them, as packing computes."""
+    for width, inner, bits, group, form in (
+        (2048, 768, 8, 0, ""), (2048, 768, 4, 128, ""), (2048, 768, 8, 0, "e4m3"), (2048, 768, 8, 128, "e4m3"),
+        (2880, 2880, 8, 32, "e2m1"),
+    ):  # fmt: skip
+        both = []
+        for outs, ins in ((2 * inner, width), (width, inner)):
+            scales = torch.ones(outs, ins // group if group else 1)
+            both.append(QuantizedWeight(
+                bits=bits, group=group or ins, values_OI=torch.zeros((outs, ins), dtype=torch.int8), scales_OG=scales,
+                e4m3=form == "e4m3", e2m1=form == "e2m1",
+            ))  # fmt: skip
+        packed = ops.pack_experts([(both[0], both[1])] * 4, None, None)
+        ids = torch.zeros((rows, 4), dtype=torch.int64)
+        ops.fused_moe(blank(rows, width), torch.ones(rows, 4), ids, packed, "swiglu_oai" if form == "e2m1" else "silu")
 
 
 def call_all() -> None:
@@ -111,7 +131,11 @@ def call_all() -> None:
         multiply(ops, sequences)
         mix(ops, sequences)
         multiply_quantized(ops, sequences)
+        mix_quantized(ops, sequences)
     multiply_quantized(ops, 8192)
+    round_rows(blank(8192, 4096))
+    round_spans(blank(8192, 4096))
+    mix_quantized(ops, 8192)
     mix(ops, 8192)
     attend(ops, 16, 16, 16, 8, 256, window=4096, softcap=50.0)
     sinks = torch.zeros(64)

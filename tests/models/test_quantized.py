@@ -107,9 +107,13 @@ def nearest_fp8(row: torch.Tensor) -> torch.Tensor:
     return known[((row / scale).double()[:, None] - known).abs().argmin(1)] * scale
 
 
-def engine(path: Path, quantization: str = "auto", dtype: torch.dtype = torch.float32) -> tuple[DirectEngine, Recorder]:
-    kernels = load("cpu")
-    model = Recorder(load_model(load_spec(path, quantization=quantization), path, dtype, kernels))
+def engine(
+    path: Path, quantization: str = "auto", dtype: torch.dtype = torch.float32, *, is_kept: bool = False
+) -> tuple[DirectEngine, Recorder]:
+    """`is_kept`: FP8 stays FP8, as on a GPU, and the reference multiplies with it."""
+    kernels = load("cpu", "ref" if is_kept else "auto")
+    spec = load_spec(path, quantization=quantization, device="cuda" if is_kept else "cpu")
+    model = Recorder(load_model(spec, path, dtype, kernels))
     return DirectEngine(model, kernels, page_size=8, page_count=100), model
 
 
@@ -207,7 +211,16 @@ def test_what_has_no_linears_of_ours_is_not_quantized(tmp_path: Path, make: Call
         load_spec(path, quantization="int8")
 
 
-def test_fp8_at_load_is_floats_on_a_cpu_which_is_said_and_refused_elsewhere(
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen2_moe"])
+def test_fp8_that_is_kept_as_on_a_gpu_is_what_a_cpu_rounds_to(checkpoints: dict[str, Path], family: str) -> None:
+    found, ours = logprobs(*engine(checkpoints[family], "fp8", is_kept=True))
+    expected, theirs = logprobs(*engine(checkpoints[family], "fp8"))
+    assert found == expected
+    assert float((ours - theirs).abs().max()) <= 1e-4
+
+
+def test_fp8_at_load_is_kept_on_cuda_floats_on_a_cpu_and_refused_elsewhere(
     checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = load_spec(checkpoints["llama"], quantization="fp8")
@@ -217,8 +230,18 @@ def test_fp8_at_load_is_floats_on_a_cpu_which_is_said_and_refused_elsewhere(
     assert any(
         "a scale for each output as they are loaded, floats in memory" in each.message for each in caplog.records
     )
-    with pytest.raises(ConfigError, match="'fp8' on cuda, expected int8, of as many bytes, or a CPU"):
-        load_spec(checkpoints["llama"], quantization="fp8", device="cuda:1")
+    there = load_spec(checkpoints["llama"], quantization="fp8", device="cuda:1")
+    assert there.quantization is not None
+    assert there.quantization.text == (
+        "fp8: linears rounded to FP8 (e4m3) as they are loaded, with a scale for each output, head as it is"
+    )
+    assert there.signed("x").signature == spec.signed("x").signature, "a CPU and a GPU may hand over"
+    plain, ours = (load_spec(checkpoints["llama"], quantization=each, device="cuda") for each in ("auto", "fp8"))
+    assert 0.5 < read_bytes(ours, 2) / read_bytes(plain, 2) < 0.75, "the head has two bytes"
+    with pytest.raises(ConfigError, match="'fp8' on xpu, expected cuda or a CPU"):
+        load_spec(checkpoints["llama"], quantization="fp8", device="xpu:0")
+    with pytest.raises(ValueError, match="E4M3, which no kernel of column cpu multiplies with"):
+        load_model(there, checkpoints["llama"], torch.float32, load("cpu"))
 
 
 def test_a_weight_of_zeros_is_quantized_to_zeros() -> None:

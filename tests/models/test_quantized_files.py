@@ -16,9 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from serinus.core.errors import ConfigError
-from serinus.kernels import load
+from serinus.kernels import QuantizedWeight, load
 from serinus.models import load_model, load_spec
+from serinus.models.config_fields import ConfigFields
+from serinus.models.quantization import quant_spec
+from serinus.models.quantized_files import QuantizedFiles
 from serinus.models.small_checkpoints import make_checkpoint
+from serinus.models.weights import SafetensorsSource
 from serinus.parallel import Mesh
 from serinus.testing.direct import DirectEngine
 from serinus.testing.ranked import ranked_engine
@@ -219,6 +223,48 @@ def test_a_checkpoint_gives_the_logits_and_tokens_of_what_its_integers_stand_for
     expected, theirs = logprobs(*engine(plain))
     assert found == expected
     assert float((ours - theirs).abs().max()) <= 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("fp8")])
+def test_fp8_is_kept_where_kernels_multiply_with_it(
+    checkpoints: dict[str, Path], tmp_path: Path, case: str, family: str
+) -> None:
+    quantized, plain = written(checkpoints[family], tmp_path, case)
+    found, ours = logprobs(*engine(quantized, is_kept=True))
+    expected, theirs = logprobs(*engine(plain))
+    assert found == expected
+    assert float((ours - theirs).abs().max()) <= 1e-4
+    spec = load_spec(quantized, device="cuda")
+    assert spec.signed("x").signature == load_spec(quantized).signed("x").signature
+    assert spec.quantization is not None
+    assert "linears in FP8 (e4m3)" in spec.quantization.text
+
+
+def test_fp8_in_blocks_is_cut_for_ranks_and_dequantized_where_blocks_would_be_too_short(tmp_path: Path) -> None:
+    config, store = CASES["fp8 in blocks"]
+    tensors, whole = store((160, 320), torch.Generator().manual_seed(1))
+    save_file({f"model.some.{kind}": each for kind, each in tensors.items()}, tmp_path / "model.safetensors")
+    spec = quant_spec(ConfigFields({"quantization_config": config}, {}, tmp_path), "auto", "Llama", (), "cuda")
+    assert spec is not None
+
+    def taken(span: range | None, dim: int) -> Tensor | QuantizedWeight:
+        files = QuantizedFiles(SafetensorsSource(tmp_path, torch.float32), spec)
+        return files.linear("model.some", (160, 320), span, dim)
+
+    for span, dim in ((None, 0), (range(40, 80), 0), (range(160, 320), 1), (range(128, 200), 1)):
+        found = taken(span, dim)
+        assert isinstance(found, QuantizedWeight)
+        assert found.rounds_rows
+        assert torch.equal(found.dequantized(), whole if span is None else whole.narrow(dim, span.start, len(span)))
+    cut = taken(range(40, 320), 1)
+    assert isinstance(cut, Tensor)
+    assert torch.equal(cut, whole[:, 40:])
+    tensors["weight"].view(torch.int8)[3, 3] = 127
+    save_file({f"model.some.{kind}": each for kind, each in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model.some.weight has elements that are no numbers"):
+        taken(None, 0)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from serinus.kernels.cpu.products import BLOCK, LOCALITY, add_word
 from serinus.kernels.cpu.scalar import cgutils, host_has, intrinsic, ir
 from serinus.kernels.huge_pages import collapse_to_huge_pages
 from serinus.kernels.packed import RowBlocks
-from serinus.kernels.quantized import E2M1_TWICE, QuantizedWeight
+from serinus.kernels.quantized import E2M1_TWICE, QuantizedWeight, e2m1_codes
 
 IN_STEP = 8
 """What the input width is filled up to a multiple of."""
@@ -38,7 +38,10 @@ _PLAIN, _SHIFTED, _E2M1, _E2M1_BY_SHIFTS = range(4)
 
 
 def packed_blocks(weight: QuantizedWeight) -> tuple[Tensor, RowBlocks]:
-    """The bytes of the values, and how to read them. Cost: some copies of the weight; it shares no memory with them."""
+    """The bytes of the values, and how to read them. Raises ValueError: they are floats of 8 bits. Cost: some copies of
+    the weight; it shares no memory with them."""
+    if weight.e4m3:
+        raise ValueError("kernels: quantized weight of E4M3, which no kernel of column cpu multiplies with")
     out_size, in_size = weight.values_OI.shape
     missing_out, missing_in = -out_size % BLOCK, -in_size % IN_STEP
     values_BOI = F.pad(weight.values_OI, (0, missing_in, 0, missing_out)).view(-1, BLOCK, in_size + missing_in)
@@ -46,7 +49,7 @@ def packed_blocks(weight: QuantizedWeight) -> tuple[Tensor, RowBlocks]:
     if bits == 8:
         blocks = values_BOI.transpose(1, 2).contiguous()
     else:
-        digits = _codes(values_BOI) if weight.e2m1 else values_BOI.int().add_(8)
+        digits = e2m1_codes(values_BOI) if weight.e2m1 else values_BOI.int().add_(8)
         digits = digits.view(len(values_BOI), BLOCK, -1, IN_STEP)
         words = torch.zeros(digits.shape[:-1], dtype=torch.int32)
         for place, number in enumerate(_ORDER):
@@ -66,15 +69,6 @@ def packed_blocks(weight: QuantizedWeight) -> tuple[Tensor, RowBlocks]:
         zeros=zeros,
     )
     return blocks, rows
-
-
-def _codes(values: Tensor) -> Tensor:
-    """Digits of E2M1, int32. Raises ValueError: a value is none of them."""
-    magnitudes = torch.tensor(E2M1_TWICE, dtype=torch.int8)
-    found = torch.bucketize(values.abs(), magnitudes, out_int32=True).clamp_(max=len(E2M1_TWICE) - 1)
-    if not torch.equal(magnitudes[found], values.abs()):
-        raise ValueError(f"kernels: quantized weight of E2M1, expected values of {E2M1_TWICE} and less than 0")
-    return found.add_(8 * (values < 0).int())
 
 
 def _by_block(table_OG: Tensor, missing_out: int) -> Tensor:

@@ -30,7 +30,7 @@ def pack_linear(weight_OI: Tensor | QuantizedWeight, bias_O: Tensor | None) -> P
 
 def linear(x_TI: Tensor, packed: PackedLinear) -> Tensor:
     """x @ weight.T + bias, [T, O] in the dtype of x (which is the weight's). A quantized weight is multiplied as it is,
-    with sums in fp32: nothing is rounded but the result.
+    with sums in fp32: nothing is rounded but the result. (Another column may round rows too where it says so.)
 
     Raises:
         ValueError: the weight was packed by another column.

@@ -11,6 +11,7 @@ T = tokens, K = experts of a token, P = T K pairs, X = experts, E = width of the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from serinus.kernels.checks import check_fused_moe
+from serinus.kernels.checks import Expert, check_fused_moe
 from serinus.kernels.contracts import ExpertGate
 from serinus.kernels.packed import PackedExperts
-from serinus.kernels.triton.gates import gated
+from serinus.kernels.triton.expert_rows import put, rows_of
+from serinus.kernels.triton.quantized_moe import packed_experts, run_product
 
 _SORTED = 4096
 """Pairs that are looked at together, at most."""
@@ -52,7 +54,9 @@ Cuts = tuple[ExpertCut, ExpertCut]
 
 def cuts_of(pairs: int, packed: PackedExperts) -> Cuts:
     """For gate and up, and for down, of so many pairs, as measured best (benchmarks/gpu_models.py)."""
-    count, width, inner = packed.down.shape
+    count, inner, width = packed.shape
+    if packed.rows is not None:
+        return (quantized_cut(pairs, count),) * 2
     if packed.down.element_size() > 2:
         return (ExpertCut(rows=16, outputs=32, inner=32),) * 2
     if pairs <= 32:
@@ -67,6 +71,18 @@ def cuts_of(pairs: int, packed: PackedExperts) -> Cuts:
         ExpertCut(rows=128, outputs=128, warps=8, stages=4 if bulk else 3, bulk=bulk),
         ExpertCut(rows=128, outputs=wide, warps=8, bulk=bulk),
     )
+
+
+def quantized_cut(pairs: int, count: int) -> ExpertCut:
+    """For both products of experts whose weights are unpacked, of which none comes through the bulk copy engine."""
+    if pairs <= 32 * count:
+        return ExpertCut(rows=16 if pairs <= 8 * count else 32, outputs=32 if pairs <= 32 else 64)
+    return ExpertCut(rows=64, outputs=128, warps=8)
+
+
+def pack_experts(experts: Iterable[Expert], gate_up_bias: Tensor | None, down_bias: Tensor | None) -> PackedExperts:
+    """Quantized experts as their kernel reads them; see the reference. Raises ValueError: groups are too small."""
+    return packed_experts(experts, gate_up_bias, down_bias)
 
 
 def fused_moe(x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, packed: PackedExperts, gate: ExpertGate) -> Tensor:
@@ -84,7 +100,7 @@ def run_experts(
 ) -> Tensor:
     """The same of what was checked and is contiguous, of at least one pair, cut so."""
     (tokens, width), chosen, device = x_TE.shape, ids_TK.shape[1], x_TE.device
-    count, inner, pairs, rows = len(packed.gate_up), packed.down.shape[2], ids_TK.numel(), cuts[0].rows
+    (count, inner, _), pairs, rows = packed.shape, ids_TK.numel(), cuts[0].rows
     tiles = min(pairs, count) + pairs // rows
     order_P, ends_X, tiles_2G = (
         torch.empty(shape, dtype=torch.int32, device=device) for shape in (pairs, count, (2, tiles))
@@ -100,6 +116,13 @@ def run_experts(
         (cuts[0], False, x_TE, packed.gate_up, packed.gate_up_bias, inner_PF),
         (cuts[1], True, inner_PF, packed.down, packed.down_bias, added_PE),
     ):
+        if packed.rows is not None:
+            run_product(
+                left, stack, packed.rows.down if down else packed.rows.gate_up, bias, weights_TK,
+                (order_P, ends_X, tiles_2G), tiles, out, rows, cut.outputs, chosen=chosen, is_down=down,
+                is_oai=gate == "swiglu_oai",
+            )  # fmt: skip
+            continue
         right: Any = stack
         if cut.bulk:
             flat = stack.flatten(0, 1)
@@ -115,7 +138,6 @@ def run_experts(
 
 
 _jit: Any = triton.jit
-_ALPHA, _LIMIT = tl.constexpr(1.702), tl.constexpr(7.0)
 
 
 @_jit(do_not_specialize=["pairs", "tiles"])
@@ -149,13 +171,6 @@ def _sort(
 
 
 @_jit
-def _swiglu(gate, up):
-    gate = tl.minimum(gate, _LIMIT)
-    up = tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT)
-    return (up + 1.0) * gate / (1.0 + tl.exp(-gate * _ALPHA))
-
-
-@_jit
 def _weights(stack, at, first, i, inner, has_out, BULK: tl.constexpr, EVEN: tl.constexpr):
     """A block of weights: `at` names the first output, or points to those of all outputs."""
     if BULK:
@@ -177,9 +192,7 @@ def _experts(
     the place of its pair. Few rows are the narrow side of the product."""
     expert = tl.load(tiles_of + tl.program_id(0))
     if expert < COUNT:
-        row = tl.load(tiles_of + tiles + tl.program_id(0)) + tl.arange(0, ROWS)
-        has_row = row < tl.load(ends + expert)
-        pair = tl.load(order + row, mask=has_row, other=0)
+        row, has_row, pair = rows_of(order, ends, tiles_of, tiles, expert, ROWS)
         source = row if DOWN else pair // CHOSEN
         o, i = tl.program_id(1) * OUTS + tl.arange(0, OUTS), tl.arange(0, BLOCK)
         has_out = o < outs
@@ -215,15 +228,4 @@ def _experts(
                     upper = tl.dot(rows_RI, tl.trans(other_OI), upper, input_precision="ieee")
         if SWAPPED:
             total, upper = tl.trans(total), tl.trans(upper)
-        if HAS_BIAS:
-            total += tl.load(bias + base + o, mask=has_out, other=0.0).to(tl.float32)[None, :]
-        if DOWN:
-            total *= tl.load(weights + pair, mask=has_row, other=0.0)[:, None]
-            place = pair
-        else:
-            if HAS_BIAS:
-                upper += tl.load(bias + base + outs + o, mask=has_out, other=0.0).to(tl.float32)[None, :]
-            total = _swiglu(total, upper) if OAI else gated(total, upper, 1)
-            place = row
-        spot = out + place[:, None].to(tl.int64) * outs + o[None, :]
-        tl.store(spot, total.to(out.dtype.element_ty), mask=has_row[:, None] & has_out[None, :])
+        put(total, upper, bias, weights, out, base, o, outs, row, pair, has_row, has_out, DOWN, OAI, HAS_BIAS)
