@@ -185,7 +185,7 @@ class ReqState:
     """Gave its pages back at least once since it last ran."""
 
     turn_size: int = 0
-    """As SchedSettings has it, and never 0 where something is verified..."""
+    """As SchedSettings has it, but a page where that says 0."""
     verify_steps: int = 0
     """As SchedSettings has it."""
     verify_windows: Mapping[Part, int | None] = field(default_factory=dict)
