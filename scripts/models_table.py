@@ -191,10 +191,11 @@ def at_load(small: Small) -> str:
         if here is None or here.quantization is None:
             continue
         said.append(name if there is not None else f"{name} on a CPU")
-        if here.quantization.expert_bits < 16:
-            assert there is not None
-            assert there.quantization is not None
-            experts.append(name if there.quantization.expert_bits < 16 else f"{name} on a CPU")
+        bits = [
+            16 if each is None or each.quantization is None else each.quantization.expert_bits for each in (here, there)
+        ]
+        if min(bits) < 16:
+            experts.append(f"{name} on a CPU" if bits[1] == 16 else name)
     return "; ".join([", ".join(said) or "-", *[f"experts: {', '.join(experts)}"] * bool(experts)])
 
 

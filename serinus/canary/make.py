@@ -54,8 +54,8 @@ def make_canary_rank(
     shard = shards[rank]
     own = spec.on(shard)
     plan = rank_fault_plan(config, spec, shards, rank)
-    if plan is None and settings.kv_canary_perturb_api:
-        plan = PerturbPlan()
+    if plan is None and (settings.kv_canary_perturb_api or settings.kv_canary_perturb):
+        plan = PerturbPlan()  # faults of another rank: all of them do alike what steps without faults alone may do
     tier = {part: pool.data_PY for part, pool in host.items()}
     kernels = load(device)
     if settings.kv_canary_real_data == "all" and not spec.is_latent:

@@ -23,11 +23,11 @@ class RowBlocks:
     levels: int = 0
     """What the digits of a quantized weight stand for (`cpu/quantized.py`, `triton/quantized.py`)."""
     scales: Tensor | None = None
-    """Of a quantized weight: fp32 [O/64, groups, 64]."""
+    """Of a quantized weight: fp32 [O/64, groups, 64] on a CPU; in the Triton column [groups, O], of E2M1 exponents."""
     zeros: Tensor | None = None
     """Likewise its zero points, int8; None: it has none."""
     blocks: Tensor | None = None
-    """Scales of blocks of 128 x 128, fp32 [O/128, I/128], where `scales` are no others."""
+    """The same scales, fp32 [O/128, I/128], where those of 128 outputs are equal and rows may be rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from serinus.core.errors import ConfigError
+from serinus.core.log import get_logger
 from serinus.kernels import Kernels, PackedExperts, QuantizedWeight
 from serinus.models.experts import ExpertSpec
 from serinus.models.interleaved import MXFP4, Tensors, take_biases, take_interleaved
@@ -24,6 +25,8 @@ from serinus.models.quantization import AT_LOAD
 from serinus.models.quantized import joined
 from serinus.models.spec import ModelSpec
 from serinus.parallel import Shard
+
+_log = get_logger("models")
 
 _STACKS = ("experts.gate_up_proj", "experts.down_proj"), ("input_linear.weight", "output_linear.weight")
 """Names of the stacks [X, 2F, E] and [X, E, F]."""
@@ -68,6 +71,7 @@ def take_experts(
         except ValueError as error:
             if layer.method in AT_LOAD:
                 raise ConfigError(f"models: {block} cannot be shared among ranks ({error})") from None
+            _log.info("experts of %s are dequantized: %s", block, error)
     if packed is None:
         is_rounded = quantized is not None and quantized.at_load and quantized.method == "fp8"
         stacks = None if is_rounded else layer.stacks()

@@ -68,7 +68,7 @@ def take_interleaved(
         hidden: E.
         held: numbers of the experts that this rank has.
         span: of the inner width, what this rank has.
-        mxfp4: the projections are in MXFP4, unless there are none (dummy weights); `keep`: they come as integers.
+        mxfp4: the projections are in MXFP4, unless there are none; `keep`: they come as integers.
         at_load: floats are quantized, as a whole.
     Raises:
         ConfigError: tensors are missing or misshapen, or a width is no whole number of MXFP4 blocks.

@@ -51,7 +51,7 @@ class QuantizingSource:
         if name == "lm_head" and self._spec.head_bits == 16:
             return weight_OI
         if self._spec.method == "fp8":
-            return rounded_to_fp8(weight_OI) if self._spec.bits == 16 else to_fp8(weight_OI)
+            return rounded_to_fp8(weight_OI) if self._spec.bits == 16 else to_fp8(weight_OI, self._spec.group)
         bits, group = (self._spec.head_bits, 0) if name == "lm_head" else (self._spec.bits, self._spec.group)
         return quantize(weight_OI, bits, group or weight_OI.shape[1])
 
@@ -82,9 +82,10 @@ def quantize(weight_OI: torch.Tensor, bits: int, group: int) -> QuantizedWeight:
     return QuantizedWeight.joined(pieces)
 
 
-def to_fp8(weight_OI: torch.Tensor) -> QuantizedWeight:
-    """The nearest numbers of FP8, with one scale for each output. Deterministic, on any device."""
-    return QuantizedWeight.joined([_fp8_rows(rows) for rows in torch.split(weight_OI, _ROWS)])
+def to_fp8(weight_OI: torch.Tensor, block: int = 0) -> QuantizedWeight:
+    """The nearest numbers of FP8, with one scale for each output, or of blocks of so many outputs and inputs (a part of
+    _ROWS). Deterministic, on any device."""
+    return QuantizedWeight.joined([_fp8_rows(rows, block) for rows in torch.split(weight_OI, _ROWS)])
 
 
 def rounded_to_fp8(weight_OI: torch.Tensor) -> torch.Tensor:
@@ -92,13 +93,15 @@ def rounded_to_fp8(weight_OI: torch.Tensor) -> torch.Tensor:
     return torch.cat([_fp8_rows(rows).dequantized().to(weight_OI.dtype) for rows in torch.split(weight_OI, _ROWS)])
 
 
-def _fp8_rows(weight_OI: torch.Tensor) -> QuantizedWeight:
-    scales_O1 = weight_OI.float().abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
-    scales_O1 = torch.where(scales_O1 == 0, 1.0, scales_O1)
-    values_OI = (weight_OI.float() / scales_O1).to(torch.float8_e4m3fn).view(torch.int8)
-    return QuantizedWeight(
-        bits=8, group=weight_OI.shape[1], values_OI=values_OI, scales_OG=scales_O1, e4m3=True, rounds_rows=True
-    )
+def _fp8_rows(weight_OI: torch.Tensor, block: int = 0) -> QuantizedWeight:
+    (outs, ins), (high, wide) = weight_OI.shape, (block or 1, block or weight_OI.shape[1])
+    padded_OI = F.pad(weight_OI.float(), (0, -ins % wide, 0, -outs % high))
+    largest_OG = padded_OI.abs().view(len(padded_OI) // high, high, -1, wide).amax((1, 3))
+    scales_OG = (largest_OG / torch.finfo(torch.float8_e4m3fn).max).repeat_interleave(high, 0)[:outs].contiguous()
+    scales_OG = torch.where(scales_OG == 0, 1.0, scales_OG)
+    each_OI = scales_OG if not block else scales_OG.repeat_interleave(wide, 1)[:, :ins]
+    values_OI = (weight_OI.float() / each_OI).to(torch.float8_e4m3fn).view(torch.int8)
+    return QuantizedWeight(bits=8, group=wide, values_OI=values_OI, scales_OG=scales_OG, e4m3=True, rounds_rows=True)
 
 
 def _quantize_rows(weight_OI: torch.Tensor, bits: int, group: int) -> QuantizedWeight:

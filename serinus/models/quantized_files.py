@@ -38,6 +38,7 @@ class QuantizedFiles:
         self._files, self._spec = files, spec
         self._kinds: dict[str, set[str]] = {}
         """Of each module what its tensors are called."""
+        self._has_told = False
         for name in files.names:
             module, _, kind = name.rpartition(".")
             self._kinds.setdefault(module, set()).add(kind)
@@ -83,7 +84,9 @@ class QuantizedFiles:
         if span is None or dim == 0:
             return whole if span is None else whole.rows(span)
         if whole.scales_OG.shape[1] > 1 and span.start % _FP8_SPAN:
-            _log.info("%s is dequantized: its blocks are cut at input %d", name, span.start)
+            if not self._has_told:
+                _log.info("%s and others are dequantized: blocks are cut at input %d", name, span.start)
+                self._has_told = True
             return whole.dequantized()[:, span.start : span.stop].to(self._files.dtype).contiguous()
         return whole.columns(span)
 

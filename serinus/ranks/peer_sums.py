@@ -63,6 +63,8 @@ def _shared(device: str, ranks: int) -> tuple[torch.Tensor | None, SharedAllocat
         driver = CudaDriver(device)
         if len(driver.reachable) < torch.cuda.device_count():
             return None, None, "this GPU does not reach the memory of all others"
+        if not driver.has_atomics:
+            return None, None, "atomics of this GPU do not work in the memory of all others"
         return memory, driver.share(memory.data_ptr()), ""
     except ConfigError as error:
         return None, None, str(error)

@@ -352,7 +352,7 @@ class Runner:
         device."""
         begin = int(end) - len(work.tokens)
         states_NE = self._model.final_hidden(hidden_TE[begin : begin + work.pooled])
-        return b"" if states_NE is None else states_NE.float().sum(0).cpu().numpy().astype("<f4").tobytes()
+        return b"" if states_NE is None else states_NE.sum(0, dtype=torch.float32).cpu().numpy().astype("<f4").tobytes()
 
     def _prompt_logprobs(self, work: SeqWork, hidden_TE: torch.Tensor, end: int) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the prompt tokens after each position of one chunk, some rows at a time."""

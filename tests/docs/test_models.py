@@ -55,7 +55,7 @@ def test_every_family_has_a_row(script: ModuleType) -> None:
         ("Gemma3ForCausalLM", {"KV": "FULL, SWA", "windows": "by pattern", "canary": "keys, values"}),
         ("GptOssForCausalLM", {"quantized files": "MXFP4", "ranks": "TP by KV heads, PP, EP"}),
         ("DeepseekV3ForCausalLM", {"KV": "LATENT", "ranks": "TP by query heads, PP, EP", "canary": "latent rows"}),
-        ("MixtralForCausalLM", {"at load": "int8, int4, fp8; experts: int8, int4"}),
+        ("MixtralForCausalLM", {"at load": "int8, int4, fp8; experts: int8, int4, fp8"}),
         ("Glm4ForCausalLM", {"quantized files": "AWQ, GPTQ, compressed-tensors, FP8", "windows": "-"}),
     ],
 )

@@ -110,7 +110,7 @@ def test_whichever_rank_has_no_memory_the_ranks_leave_the_step_together(
     spec = load_spec(toy)
     with crew(toy, tp_size=tp, pp_size=pp, **canary) as engine:
         runners = [engine.line.body._runner, *(loop.body._runner for _, loop in sorted(engine.ranks.loops.items()))]
-        hungry = [Hungry(runner) for runner in runners]
+        hungry = [Hungry(runner._runner if pp == 1 else runner) for runner in runners]
         for victim in range(tp * pp):
             prompts = {f"{name}-{victim}": list(range(at, at + 20)) for at, name in enumerate(("a", "b", "c"))}
             for rid, prompt in prompts.items():

@@ -170,6 +170,21 @@ def test_two_slices_that_overlap_answer_as_one_rank_that_waits(serve: Any, canar
 
 
 @pytest.mark.slow
+def test_a_fault_of_one_slice_is_healed_where_slices_overlap(serve: Any) -> None:
+    """No slice has a pass ahead where one of them has faults: all queue the same passes."""
+    faults = {
+        "kv_canary_perturb": "real_kv_used=0.1", "kv_canary_perturb_rank": 1, "kv_canary_perturb_target": "full",
+    }  # fmt: skip
+    requests = requests_of(5, plain=True)
+    expected = run(serve(overlaps=False), requests)
+    llm = serve(overlaps=True, tp_size=2, device="cpu", kv_canary_coverage="full", **faults)
+    found = run(llm, requests)
+    assert (found.tokens, found.ends, found.taken) == (expected.tokens, expected.ends, 0)
+    assert llm._engine.canary is not None
+    assert llm._engine.canary.view()["violations"] > 0
+
+
+@pytest.mark.slow
 def test_receipts_have_what_is_due_where_pages_have_their_turn_together(serve: Any, monkeypatch: Any) -> None:
     """As on a GPU, where attention reads 64 positions at a time: `run` holds each receipt against what was verified."""
     for name in ("serinus.canary.lanes.turn_size", "serinus.engine.planning.turn_size"):

@@ -38,7 +38,7 @@ from .triton_layer_cases import (
     rounded_rows,
     rows_of_linears,
 )
-from .triton_shapes import call_all
+from .triton_shapes import call_all, call_quantized
 from .triton_watch_cases import canary_watch, watched_pass
 
 COMPILED = 2
@@ -132,15 +132,15 @@ def call_cases() -> None:
             case(seed, "cpu")
 
 
-def pretend_gpu() -> None:
-    """From now on Triton's kernels are made for an H100, whatever the machine has, and none is started."""
+def pretend_gpu(capability: int = 90) -> None:
+    """From now on Triton's kernels are made for an H100, or such a GPU, and none is started."""
     utils = SimpleNamespace(
         load_binary=lambda *_: (0, 0, 0, 0, 1024),
         get_device_properties=lambda _: {"max_shared_mem": 227 << 10},
         unload_module=lambda _: None,
     )
     machine = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
         get_current_device=lambda: 0,
         get_current_stream=lambda _: 0,
         launcher_cls=lambda *_: lambda *_: None,
@@ -153,6 +153,9 @@ if __name__ == "__main__":
     if sys.argv[1] in ("compile", "shapes"):
         pretend_gpu()  # what is computed means nothing
         (call_all if sys.argv[1] == "shapes" else call_cases)()
+    elif sys.argv[1] == "ampere":
+        pretend_gpu(80)
+        call_quantized()
     else:
         seeds = range(*map(int, sys.argv[1].split(":")))
         sys.stdout.write(json.dumps({name: differences(name, "cpu", seeds) for name in CASES}))

@@ -241,7 +241,7 @@ def rounded_rows(seed: int, device: str) -> str:
     wrong += far_apart("spans", found[:rows], (spans / scales[:rows, :, None]).to(torch.float8_e4m3fn).view(x.shape))
     if device != "cuda":
         return wrong
-    out_size, inner = rng.choice(((96, 128), (4096, 4096), (6144, 4096), (4096, 12288)))
+    out_size, inner = rng.choice(((96, 128), (256, 1152), (512, 128), (4096, 4096), (6144, 4096), (4096, 12288)))
     x = drawn(generator, device, torch.bfloat16, rng.choice((128, 201, 1000)), inner)
     weight = to_fp8(drawn(generator, device, torch.bfloat16, out_size, inner, scale=0.02))
     bias = drawn(generator, device, torch.bfloat16, out_size) if rng.random() < 0.5 else None
@@ -253,12 +253,14 @@ def rounded_rows(seed: int, device: str) -> str:
         return wrong
     grid = torch.rand((out_size // 128, inner // 128), generator=generator).to(device) * 0.02 + 1e-3
     weight = replace(weight, group=128, scales_OG=grid.repeat_interleave(128, 0))
+    is_rounded = inner % 512 == 0
     rounded, scales = round_spans(x)
     widened = rounded[: len(x)].float().view(len(x), -1, 128) * scales[: len(x), :, None]
-    meant = widened.view(x.shape) @ weight.dequantized().T + (0.0 if bias is None else bias.float())
+    meant = (widened.view(x.shape) if is_rounded else x.float()) @ weight.dequantized().T
+    meant += 0.0 if bias is None else bias.float()
     packed = fast.pack_linear(weight, bias)
-    if packed.rows is None or packed.rows.blocks is None:
-        wrong += " blocks were not seen"
+    if packed.rows is None or (packed.rows.blocks is None) == is_rounded:
+        wrong += f" blocks of {[out_size, inner]} are {'not ' * is_rounded}multiplied with"
     return wrong + far_apart(f"{list(x.shape)} by FP8 in blocks", fast.linear(x, packed).float(), meant, 8e-3)
 
 

@@ -23,7 +23,7 @@ from serinus.kernels import (
 )
 from serinus.kernels.triton.quantized import round_rows, round_spans
 
-__all__ = ["call_all"]
+__all__ = ["call_all", "call_quantized"]
 
 PAGE = 16
 
@@ -121,6 +121,14 @@ def mix_quantized(ops: Kernels, rows: int) -> None:
         packed = ops.pack_experts([(both[0], both[1])] * 4, None, None)
         ids = torch.zeros((rows, 4), dtype=torch.int64)
         ops.fused_moe(blank(rows, width), torch.ones(rows, 4), ids, packed, "swiglu_oai" if form == "e2m1" else "silu")
+
+
+def call_quantized() -> None:
+    """Linears and experts by weights of 8 and 4 bits, of one row and of some."""
+    ops = load("cpu", "triton")
+    for rows in (1, 16, 64):
+        multiply_quantized(ops, rows)
+        mix_quantized(ops, rows)
 
 
 def call_all() -> None:

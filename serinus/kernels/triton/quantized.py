@@ -49,6 +49,9 @@ _MANY = 1024
 """Tokens from which on larger tiles of 8 bits are faster."""
 INTEGERS, E4M3, E4M3_ROUNDING, E2M1 = range(4)
 """`RowBlocks.levels`: what bytes stand for, and whether many rows are rounded to it. E2M1: of experts alone."""
+_BLOCKED = 4 * _SPAN
+"""Widths are multiples of it where blocks of 128 x 128 are multiplied with: cuBLASLt reads rows of 4, 8... of their
+scales."""
 _SPANS = 8
 """Of a row that a program rounds."""
 _ROUNDED_MIN = 128
@@ -118,7 +121,7 @@ def pack_quantized(weight: QuantizedWeight, bias_O: Tensor | None) -> PackedLine
 def _pack_floats(weight: QuantizedWeight, whole: Tensor, group: int, bias_O: Tensor | None) -> PackedLinear:
     out_size, in_size = weight.values_OI.shape
     blocks = None
-    if group == _SPAN and out_size % _SPAN == in_size % _SPAN == 0:
+    if group == _SPAN and out_size % _SPAN == in_size % _BLOCKED == 0:
         table = weight.scales_OG.view(-1, _SPAN, in_size // _SPAN)
         blocks = table[:, 0].contiguous() if bool((table == table[:, :1]).all()) else None
     rows = RowBlocks(
@@ -166,12 +169,15 @@ def is_rounding(x_TI: Tensor, packed: PackedLinear, how: RowBlocks) -> bool:
     """Whether many such rows are rounded: of bf16, on a GPU that multiplies E4M3."""
     is_whole = packed.in_size == packed.weight.shape[1] and packed.out_size % 16 == 0
     fits = how.levels == E4M3_ROUNDING and (not how.part or how.blocks is not None) and is_whole
-    return fits and x_TI.dtype == torch.bfloat16 and x_TI.is_cuda and _has_e4m3(x_TI.device)
+    return fits and x_TI.dtype == torch.bfloat16 and x_TI.is_cuda and _has_e4m3(x_TI.device, in_blocks=how.part > 0)
 
 
 @cache
-def _has_e4m3(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+def _has_e4m3(device: torch.device, *, in_blocks: bool) -> bool:
+    """Whether torch multiplies E4M3 there, with scales of rows or of blocks."""
+    major, _ = torch.cuda.get_device_capability(device)
+    cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    return (major == 9 and cuda >= (12, 9)) if in_blocks else major >= 9
 
 
 def multiply_rounded(x_TI: Tensor, packed: PackedLinear, how: RowBlocks) -> Tensor:
@@ -220,15 +226,23 @@ def round_spans(x_TI: Tensor) -> tuple[Tensor, Tensor]:
 
 _jit: Any = triton.jit
 _HALVES: Any = tl.constexpr(
-    "{ .reg .b32 a, b, k; mov.b32 k, 0xLESS; prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;"
+    "{ .reg .b32 a, b, k, n; mov.b32 k, 0xLESS; mov.b32 n, 0xONE; prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;"
     " lop3.b32 $0, a, 0x000F000F, 0xPLUS, 0xEA; lop3.b32 $1, b, 0x000F000F, 0xPLUS, 0xEA;"
     " shr.b32 a, a, 4; shr.b32 b, b, 4;"
     " lop3.b32 $2, a, 0x000F000F, 0xPLUS, 0xEA; lop3.b32 $3, b, 0x000F000F, 0xPLUS, 0xEA;"
-    " sub.TYPEx2 $0, $0, k; sub.TYPEx2 $1, $1, k; sub.TYPEx2 $2, $2, k; sub.TYPEx2 $3, $3, k; }"
+    " fma.rn.TYPEx2 $0, $0, n, k; fma.rn.TYPEx2 $1, $1, n, k;"
+    " fma.rn.TYPEx2 $2, $2, n, k; fma.rn.TYPEx2 $3, $3, n, k; }"
 )
-_BF16: Any = tl.constexpr(_HALVES.value.replace("LESS", "43084308").replace("PLUS", "43004300").replace("TYPE", "bf16"))
-_FP16: Any = tl.constexpr(_HALVES.value.replace("LESS", "64086408").replace("PLUS", "64006400").replace("TYPE", "f16"))
+"""Times 1, plus minus what is too much: GPUs before Hopper have no subtraction in bf16."""
 
+
+def _less(less: str, plus: str, one: str, kind: str) -> Any:
+    text = _HALVES.value.replace("LESS", less * 2).replace("PLUS", plus * 2).replace("ONE", one * 2)
+    return tl.constexpr(text.replace("TYPE", kind))
+
+
+_BF16: Any = _less("C308", "4300", "3F80", "bf16")
+_FP16: Any = _less("E408", "6400", "3C00", "f16")
 
 _SPREAD: Any = tl.constexpr(
     "{ .reg .b32 a, b, c, d, z; prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;"
@@ -248,10 +262,10 @@ def _spread(shift: int, kept: str, times: str, kind: str) -> Any:
 _BF16_OF_E4M3: Any = _spread(4, "07F0", "7B80", "bf16")  # times 2**120
 _FP16_OF_E4M3: Any = _spread(1, "3F80", "5C00", "f16")  # times 256
 _BF16_OF_INT8: Any = tl.constexpr(
-    "{ .reg .b32 a, b, c, d; prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;"
+    "{ .reg .b32 a, b, c, d, m; mov.b32 m, 0xBF80BF80; prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;"
     " lop3.b32 c, a, 0x00800080, 0x43004300, 0xEA; lop3.b32 d, b, 0x00800080, 0x43004300, 0xEA;"
     " lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA; lop3.b32 b, b, 0x007F007F, 0x43004300, 0xEA;"
-    " sub.bf16x2 $0, a, c; sub.bf16x2 $1, b, d; }"
+    " fma.rn.bf16x2 $0, c, m, a; fma.rn.bf16x2 $1, d, m, b; }"
 )
 """128 plus the lower seven bits, less 128 or, of one below 0, less 256."""
 

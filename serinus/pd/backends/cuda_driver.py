@@ -77,6 +77,14 @@ class CudaDriver:
         self._own = torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
         self._reads = torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
 
+    @property
+    def has_atomics(self) -> bool:
+        """Whether atomics of this GPU work in the memory of all others here, as over NVLink. Over PCIe few do."""
+        found, index = ctypes.c_int(), self._device.index
+        others = [i for i in range(torch.cuda.device_count()) if i != index]
+        told = [(self._call("cuDeviceGetP2PAttribute", ctypes.byref(found), 3, index, i), found.value) for i in others]
+        return all(not error and value for error, value in told)
+
     def _call(self, name: str, *arguments: Any) -> str:
         """Call the driver; what went wrong, in words; empty = nothing. The calling thread has a context of torch."""
         torch.cuda.current_stream(self._device).query()
