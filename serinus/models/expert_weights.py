@@ -69,7 +69,7 @@ def take_experts(
         except _Unlike:
             packed = None
         except ValueError as error:
-            if layer.method in AT_LOAD:
+            if quantized.at_load:
                 raise ConfigError(f"models: {block} cannot be shared among ranks ({error})") from None
             _log.info("experts of %s are dequantized: %s", block, error)
     if packed is None:
