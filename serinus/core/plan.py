@@ -67,6 +67,11 @@ class SeqWork:
     pooled: int = 0
     """The sum of the hidden states of so many of the n positions is wanted, from the first."""
 
+    @property
+    def asks_each(self) -> bool:
+        """Whether something is wanted of each of its tokens, not of the last one alone."""
+        return self.prompt_logprobs is not None or self.pooled > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableWrite:

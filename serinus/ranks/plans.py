@@ -186,9 +186,7 @@ def pack_plan(plan: StepPlan) -> PlanColumns:
         ),
         outputs=tuple(_Output(index, s.output) for index, s in sampling if s.output is not None),
         asked=tuple(
-            _Asked(index, w.prompt_logprobs, w.next_ids, w.pooled)
-            for index, w in enumerate(work)
-            if w.prompt_logprobs is not None or w.pooled
+            _Asked(index, w.prompt_logprobs, w.next_ids, w.pooled) for index, w in enumerate(work) if w.asks_each
         ),
         writes_4K=_columns([(w.row, w.start, len(w.slots), w.part.value) for w in writes], 4),
         written_X=np.concatenate([w.slots for w in writes]) if writes else _NONE,

@@ -235,7 +235,7 @@ class Runner:
 
     def _room_of(self, work: Sequence[SeqWork]) -> int | None:
         """The recorded size on which this work is replayed; None = it is computed call by call."""
-        if self.graphs is None or any(len(w.tokens) > 1 or w.sample is None or _asks(w) for w in work):
+        if self.graphs is None or any(len(w.tokens) > 1 or w.sample is None or w.asks_each for w in work):
             return None
         room = self.graphs.size_of(len(work))
         return room if room is not None and self._hook.can_replay(room) else None
@@ -271,7 +271,7 @@ class Runner:
             return Flight(step=plan.step, work=work)
         whole = staged.batch.wanted_W is None
         rows = self._sample(work, sampling, hidden_WE, staged.ends_B, masks, whole=whole)
-        asked, ends = [(i, w) for i, w in enumerate(work) if _asks(w)], staged.ends_B
+        asked, ends = [(i, w) for i, w in enumerate(work) if w.asks_each], staged.ends_B
         prompts = {i: self._prompt_logprobs(w, hidden_WE, ends[i]) for i, w in asked if w.next_ids is not None}
         pooled = {i: self._pooled(w, hidden_WE, ends[i]) for i, w in asked if w.pooled}
         return Flight(step=plan.step, work=work, sampling=sampling, rows=rows, prompts=prompts, pooled=pooled)
@@ -394,8 +394,3 @@ def _without_masks(chosen: Sequence[Sampled], specs: Sequence[SampleSpec]) -> li
 
 def _names(parts: Iterable[Part]) -> str:
     return ", ".join(part.name for part in sorted(parts))
-
-
-def _asks(work: SeqWork) -> bool:
-    """Whether hidden states of all its tokens are needed."""
-    return work.prompt_logprobs is not None or work.pooled > 0

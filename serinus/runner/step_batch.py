@@ -65,7 +65,7 @@ def put_batch(
         is_watched=is_watched,
     )
     positions_T, chosen, wanted, wanted_attention = padded(positions), None, None, None
-    if len(positions) > len(work) and not any(w.prompt_logprobs is not None or w.pooled for w in work):
+    if len(positions) > len(work) and not any(w.asks_each for w in work):
         chosen = np.flatnonzero([w.sample is not None for w in work])
         wanted = put(offsets[1:][chosen] - 1)
         wanted_attention = AttentionBatch(

@@ -66,11 +66,11 @@ def _stacked(weights: Sequence[QuantizedWeight]) -> tuple[Tensor, RowBlocks]:
     if first.e2m1:
         scales, zeros = torch.stack([_exponents(each, values.shape[-1] // _HALF) for each in weights]), None
     else:
-        scales = torch.stack([each.scales_OG.T for each in weights]).contiguous()
-        tables = [torch.zeros_like(each.scales_OG, dtype=torch.int8) if each.zeros_OG is None else each.zeros_OG
-                  for each in weights]  # fmt: skip
-        zeros = torch.stack([each.T for each in tables]).contiguous()
-        zeros = zeros if any(each.zeros_OG is not None for each in weights) else None
+        scales, zeros = torch.stack([each.scales_OG.T for each in weights]).contiguous(), None
+        if any(each.zeros_OG is not None for each in weights):
+            tables = [torch.zeros_like(each.scales_OG, dtype=torch.int8) if each.zeros_OG is None else each.zeros_OG
+                      for each in weights]  # fmt: skip
+            zeros = torch.stack([each.T for each in tables]).contiguous()
     levels = E2M1 if first.e2m1 else E4M3 if first.e4m3 else INTEGERS
     rows = RowBlocks(
         address=values.data_ptr(), part=group, bits=4 if first.e2m1 else first.bits, levels=levels, scales=scales,
