@@ -9,6 +9,8 @@ PIP = $(BIN)/python -m pip install -q --no-compile $(PIP_FLAGS)
 DEMO_FLAGS ?=
 TEST_FLAGS ?=
 JOBS ?= 2
+# A worker that crashes ends the run and names its test: replaced, xdist would wait for the rest of its file for ever
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0
 CHROMIUM := { command -v chromium || command -v google-chrome; } >/dev/null
 
 .PHONY: install demo test proof extras check bench docs pictures pictures-plots pictures-page browser wheel clean
@@ -26,11 +28,11 @@ demo: $(or $(wildcard $(STAMP)),$(DEMO))
 	$(BIN)/serinus demo $(DEMO_FLAGS)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TEST_FLAGS)
+	$(PYTEST) $(TEST_FLAGS)
 
 proof: $(STAMP) browser
 	$(PIP) -e '.[dev,proof]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --timeout 900 -m 'proof and not gpu' $$($(CHROMIUM) || echo --ignore=tests/browser) $(TEST_FLAGS)
+	$(PYTEST) --timeout 900 -m 'proof and not gpu' $$($(CHROMIUM) || echo --ignore=tests/browser) $(TEST_FLAGS)
 
 extras: $(STAMP)
 	@$(BIN)/python -c "import ctypes; ctypes.CDLL('libibverbs.so.1')" 2>/dev/null || { echo "make extras: this machine has no libibverbs.so.1, which the backend mooncake needs: apt-get install libibverbs1"; exit 1; }

@@ -59,6 +59,7 @@ _SWEEP_HASTE: Final = 1.2
 """So much faster than asked for, so that a pass ends in time though sweeps are cut and may come late."""
 _LOOK_S: Final = 0.05
 _SEEN_S: Final = 1.0
+_ORDERS: Final = msgspec.json.Decoder(FaultOrder)
 _log = get_logger("canary")
 
 
@@ -414,7 +415,7 @@ def perturb(lead: CanaryLead | None, order: bytes = b"") -> dict[str, Any]:
                 "canary: this engine plants no faults, expected one started with --kv-canary log, raise or heal and"
                 " --kv-canary-perturb-api"
             )
-        faults.order(msgspec.json.decode(order, type=FaultOrder))
+        faults.order(_ORDERS.decode(order))
     injected = [] if lead is None else [injection.as_json() for injection in lead.injections]
     view = {"enabled": False, "active": False, "perturb": {}} if faults is None else faults.view()
     return {**view, "injected": injected}

@@ -20,6 +20,8 @@ from serinus.engine.watcher import Watcher
 from serinus.sched import Scheduler
 from serinus.wire.messages import EngineCall, EngineReply
 
+_LOOKS = msgspec.json.Decoder(Look)
+
 
 class EngineCalls:
     """A table of calls; each gives the body of its reply, or raises why it is refused."""
@@ -93,7 +95,7 @@ class EngineCalls:
         return _json({"engine": self._facts.engine, "role": self._facts.role, **view})
 
     def _look(self, call: EngineCall, now: float, turns: int) -> bytes:
-        look = msgspec.json.decode(call.body, type=Look)
+        look = _LOOKS.decode(call.body)
         return _json(look_at(look, self._cache, self._scheduler, self._facts.stamps_of))
 
     def _flush(self, call: EngineCall, now: float, turns: int) -> bytes:
