@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from serinus import LLM, SamplingParams
+from serinus.core.errors import InvariantError
 from serinus.core.parts import Part
 from serinus.core.plan import StepPlan, TableWrite
 from serinus.core.request import FinishReason, Request
@@ -136,16 +137,20 @@ def test_answers_are_those_of_an_engine_that_waits(serve: Any, canary: str) -> N
     assert taken > 40
 
 
-def test_tables_are_written_also_where_nothing_goes_on_behind_a_step_that_was_ahead(serve: Any) -> None:
-    """Tables and pools are made in torch's inference mode, the turn of an engine is not in it."""
+def _first_step(serve: Any) -> tuple[StepsAhead, StepPlan]:
+    """An engine's runner behind the first step of a request, and that step's plan."""
     llm = serve(overlaps=True)
-    runner = llm._built.line.body._runner
     request = Request(
         rid="a", prompt=np.arange(1, 7, dtype=np.int32), sampling=SamplingParams(max_tokens=3), seed=1, stream=True
     )
     llm._turn([FrontMessage(front="f", message=request)])
     llm._turn([])
-    plan = llm._engine._open[0][0]
+    return llm._built.line.body._runner, llm._engine._open[0][0]
+
+
+def test_tables_are_written_also_where_nothing_goes_on_behind_a_step_that_was_ahead(serve: Any) -> None:
+    """Tables and pools are made in torch's inference mode, the turn of an engine is not in it."""
+    runner, plan = _first_step(serve)
     ahead, slots = plan.ahead, np.arange(8, 12)
     assert ahead is not None
     writes = (TableWrite(row=5, start=0, slots=slots),)
@@ -155,6 +160,16 @@ def test_tables_are_written_also_where_nothing_goes_on_behind_a_step_that_was_ah
     assert result is not None
     assert runner.taken == 1
     assert runner._runner._tables[Part.FULL].table[5, :4].tolist() == slots.tolist()
+
+
+@pytest.mark.parametrize(("takes", "rid"), [(1, "a"), (0, "b")])
+def test_a_plan_that_takes_what_was_not_queued_is_an_error(serve: Any, takes: int, rid: str) -> None:
+    """A place behind the pass, or one of another request: the leader and this rank disagree on what is queued."""
+    runner, plan = _first_step(serve)
+    assert plan.ahead is not None
+    work = tuple(replace(each, rid=rid) for each in plan.ahead.work)
+    with pytest.raises(InvariantError, match=rf"step {plan.step + 1} takes \[{takes}\] of the pass ahead"):
+        runner.run(StepPlan(step=plan.step + 1, work=work, table_writes=(), takes=np.array([takes])))
 
 
 @pytest.mark.slow

@@ -173,6 +173,13 @@ def test_the_smallest_of_all_ranks_is_what_each_hears(kind: str) -> None:
         assert _each(ranks, lambda comm: comm.smallest(())) == [()] * 4
 
 
+def test_ranks_tell_each_other_lists_of_unequal_lengths() -> None:
+    """A GPU that shares its memory tells its handle, one that does not an empty list."""
+    with _ranks("gloo", Mesh(tp=2, pp=2)) as ranks:
+        told = _each(ranks, lambda comm: comm.told(range(comm.rank)))
+        assert told == [[[], [0], [0, 1], [0, 1, 2]]] * 4
+
+
 class _Meanwhile(WallClock):
     """Something happens when the time is asked for the first time."""
 
