@@ -7,7 +7,7 @@ under a grammar (of each round in `rounds_percent`), `percent_of_step` the sum o
 step's own thread: that is timed in turns of its own, which count for nothing else.
 The vocabulary is made here: 151,643 byte-level tokens, the words of Python's own library and their beginnings.
 
-    python benchmarks/grammar.py [--device cpu] [--shapes 0.6b:8] [--tokens 24] [--rounds 3] [--folder DIR]
+    python benchmarks/grammar.py [--device cpu] [--shapes 0.6b:8] [--tokens 24] [--rounds 3] [--folder DIR] [--wait]
 
 A shape is that of Qwen3, with so many layers; one JSON line for each.
 """
@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--wait", action="store_true", help="each step begins when the one before it was read")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         folder = asked.folder or Path(home)
@@ -165,7 +166,8 @@ def main() -> None:
             make_config(folder, shape, int(layers))
             with LLM(
                 str(folder), load_format="dummy", dtype="bfloat16", max_total_tokens=ROWS * 512,
-                skip_tokenizer_init=True, device=asked.device, max_running_requests=ROWS, disable_overlap_schedule=True,
+                skip_tokenizer_init=True, device=asked.device, max_running_requests=ROWS,
+                disable_overlap_schedule=asked.wait,
             ) as llm:  # fmt: skip
                 measure(llm, vocabulary, asked, shape=shape, layers=int(layers), read_vocabulary_s=round(read_s, 2))
 
@@ -223,7 +225,7 @@ def measure(llm: LLM, vocabulary: GrammarVocabulary, asked: argparse.Namespace, 
         own["apply"] = _device_ms(lambda: kernels.mask_logits(logits, rows, words))
         own["wait"] = 0.0  # the device computes meanwhile; where it does not, the steps are longer
     emit(
-        "grammar", device=asked.device, rows=ROWS, vocab=VOCAB, **about,
+        "grammar", device=asked.device, overlap=not asked.wait, rows=ROWS, vocab=VOCAB, **about,
         step_ms=round(ms["free"], 3), guided_step_ms=round(ms["guided"], 3),
         longer_percent=round(100 * (ms["guided"] / ms["free"] - 1), 2),
         rounds_percent=[round(100 * (ratio - 1), 1) for ratio in sorted(rounds)],

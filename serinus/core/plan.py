@@ -94,6 +94,9 @@ class WorkAhead:
     """One token each, which is not known: that of `tokens` means nothing before the next plan. All of them sample."""
     follows: NDArray[np.int64]
     """Of each, the number in `StepPlan.work` of what it goes on behind."""
+    chooses: bool = True
+    """Whether its tokens can be chosen as it is computed. Else the next plan says how: a grammar or a penalty looks at
+    the token before, and log-probabilities are read on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

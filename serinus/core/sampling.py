@@ -259,3 +259,8 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether the sampler must know what was generated (or prompted) so far."""
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether how a token is chosen hangs on the tokens before it."""
+        return self.penalised or self.grammar is not None

@@ -87,6 +87,8 @@ class PlanColumns(msgspec.Struct, frozen=True, array_like=True):
     """Work ahead, as the plan that it would be."""
     follows_A: NDArray[np.int64]
     """Of each work ahead, the number in `work` of what it goes on behind."""
+    chooses: bool
+    """As WorkAhead has it; what sampling looks back at comes with the next plan where it does not."""
 
 
 class _Seq(msgspec.Struct, frozen=True, array_like=True):
@@ -154,9 +156,9 @@ _SETS: Final = _Sets()
 _NONE: Final[NDArray[np.int64]] = np.zeros(0, np.int64)
 
 
-def pack_plan(plan: StepPlan) -> PlanColumns:
-    """A plan in columns. Cost: about 1 us a sequence, and for one that has work ahead. Raises FrameError: its arrays do
-    not fit each other."""
+def pack_plan(plan: StepPlan, *, looks_back: bool = True) -> PlanColumns:
+    """A plan in columns, without the tokens that sampling looks back at unless it `looks_back`. Cost: about 1 us a
+    sequence, and for one that has work ahead. Raises FrameError: its arrays do not fit each other."""
     work, writes, ahead = plan.work, plan.table_writes, plan.ahead
     sampling = [(index, w.sample) for index, w in enumerate(work) if w.sample is not None]
     sets: dict[bytes, int] = {}
@@ -182,17 +184,18 @@ def pack_plan(plan: StepPlan) -> PlanColumns:
         penalties=tuple(
             _Penalty(index, s.history.seen, s.history.output_ids, s.history.output_times)
             for index, s in sampling
-            if s.history is not None
+            if looks_back and s.history is not None
         ),
-        outputs=tuple(_Output(index, s.output) for index, s in sampling if s.output is not None),
+        outputs=tuple(_Output(index, s.output) for index, s in sampling if looks_back and s.output is not None),
         asked=tuple(
             _Asked(index, w.prompt_logprobs, w.next_ids, w.pooled) for index, w in enumerate(work) if w.asks_each
         ),
         writes_4K=_columns([(w.row, w.start, len(w.slots), w.part.value) for w in writes], 4),
         written_X=np.concatenate([w.slots for w in writes]) if writes else _NONE,
         takes_N=plan.takes,
-        ahead=None if ahead is None else pack_plan(StepPlan(step=plan.step + 1, work=ahead.work)),
+        ahead=None if ahead is None else pack_plan(StepPlan(step=plan.step + 1, work=ahead.work), looks_back=False),
         follows_A=_NONE if ahead is None else ahead.follows,
+        chooses=ahead is None or ahead.chooses,
     )
 
 
@@ -208,7 +211,7 @@ def _columns(rows: Sequence[tuple[int, ...]], width: int) -> NDArray[np.int32]:
     return np.array(rows, np.int32).T if rows else np.zeros((width, 0), np.int32)
 
 
-def unpack_plan(columns: PlanColumns) -> StepPlan:
+def unpack_plan(columns: PlanColumns, *, looks_back: bool = True) -> StepPlan:
     """The reverse. Raises FrameError where the columns do not fit each other. Cost: about 2 us a sequence."""
     rids = columns.rids
     rows, starts, counts, wholes = _lists(columns.work_4N, 4, "work")
@@ -224,7 +227,7 @@ def unpack_plan(columns: PlanColumns) -> StepPlan:
         shape = columns.slots_PT.shape
         raise FrameError("body", f"slots {shape} of parts {parts} for {cuts[-1]} tokens, expected a row for each part")
     slots_P = [(_PARTS[part], slots_T) for part, slots_T in zip(parts, columns.slots_PT, strict=True)]
-    specs = _specs(columns, len(rids))
+    specs = _specs(columns, len(rids), looks_back=looks_back)
     asked = {item.work: item for item in columns.asked}
     work = []
     for index, rid in enumerate(rids):
@@ -258,16 +261,18 @@ def unpack_plan(columns: PlanColumns) -> StepPlan:
 def _ahead(columns: PlanColumns) -> WorkAhead | None:
     if columns.ahead is None:
         return None
-    work, follows = unpack_plan(columns.ahead).work, columns.follows_A
+    work, follows = unpack_plan(columns.ahead, looks_back=False).work, columns.follows_A
     _same(len(work), follows=follows)
     if not work or int(follows.min()) < 0 or int(follows.max()) >= len(columns.rids):
         raise FrameError("body", f"work ahead goes on behind {follows.tolist()} of {len(columns.rids)} sequences")
     if any(len(each.tokens) != 1 or each.sample is None for each in work):
         raise FrameError("body", "work ahead of many tokens, or that does not sample; expected one that samples")
-    return WorkAhead(work=work, follows=follows)
+    if columns.chooses and any(each.sample is not None and each.sample.params.looks_back for each in work):
+        raise FrameError("body", "work ahead whose tokens are chosen by those before them, expected only to compute it")
+    return WorkAhead(work=work, follows=follows, chooses=columns.chooses)
 
 
-def _specs(columns: PlanColumns, count: int) -> dict[int, SampleSpec]:
+def _specs(columns: PlanColumns, count: int, *, looks_back: bool) -> dict[int, SampleSpec]:
     """How those that sample do it, by their place."""
     places, sets, positions, generated = _lists(columns.samples_4S, 4, "samples")
     seeds = columns.seeds_S
@@ -280,7 +285,7 @@ def _specs(columns: PlanColumns, count: int) -> dict[int, SampleSpec]:
     specs = {}
     for index, place in enumerate(places):
         params, stop_ids = known[sets[index]]
-        if (params.grammar is None) != (place not in outputs):
+        if (looks_back and params.grammar is not None) != (place in outputs):
             raise FrameError("body", f"sequence {place} of a plan: a grammar needs its output, and nothing else does")
         specs[place] = SampleSpec(
             params=params,

@@ -3,10 +3,12 @@
     run(plan n)     queue n, where it is not queued yet; queue what n says goes on behind it; wait for n alone
     run(plan n+1)   its work is queued, or even done: write its tables, queue what goes on behind it, wait for n+1
 
-So the device computes while the host reads, commits, plans and sends. Of what was queued, the next plan takes the
-requests that still go on, and the tokens of the others are dropped. Where the next plan is another one, all of it is:
-it has written nothing but KV of positions behind the last one of its requests, on pages that were theirs when it was
-queued, and whatever is given these pages is queued behind it.
+So the device computes while the host reads, commits, plans and sends. Where tokens are chosen by what the step before
+gave (a grammar, a penalty), a pass is queued without that, and the first thing of the next plan is to choose them.
+
+Of what was queued, the next plan takes the requests that still go on, and the tokens of the others are dropped. Where
+the next plan is another one, all of it is: it has written nothing but KV of positions behind the last one of its
+requests, on pages that were theirs when it was queued, and whatever is given these pages is queued behind it.
 
 The canary verifies such a pass as any other, by bytes as they are then, and what it finds is told with the step that
 the pass was queued for, or with a later one.
@@ -106,11 +108,17 @@ class StepsAhead:
         writes: Sequence[TableWrite] = plan.table_writes
         if queued is None or places is None:
             queued, writes = self._launched(plan), ()
-        self._mark, self._places = queued.mark, places
-        self._ahead = self._queued_behind(plan, queued.flight, places, writes)
+        self._mark, self._places, flight = queued.mark, places, queued.flight
+        if places is not None and flight.hidden_WE is not None:
+            try:
+                flight = self._runner.choose(flight, plan, places)
+            except OutOfMemory:
+                self._runner.write_tables(writes)  # they are not of this step's requests alone
+                raise
+        self._ahead = self._queued_behind(plan, flight, places, writes)
         if self._ahead is None:
             self._runner.write_tables(writes)
-        result = self._runner.read(queued.flight)
+        result = self._runner.read(flight)
         if result is None or places is None:
             return result
         return StepResult(step=plan.step, seqs=tuple([result.seqs[place] for place in places]))
@@ -132,7 +140,7 @@ class StepsAhead:
             canary.begin_ahead(ahead.work)
         following = StepPlan(step=plan.step + 1, work=ahead.work, table_writes=tuple(writes))
         try:
-            return self._launched(following, Behind(flight=flight, follows_B=follows))
+            return self._launched(following, Behind(flight=flight, follows_B=follows, chooses=ahead.chooses))
         except OutOfMemory:
             if canary is not None:
                 canary.abandoned()

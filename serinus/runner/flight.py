@@ -45,6 +45,8 @@ class Flight:
     """By number in `work`, the log-probabilities of its prompt tokens."""
     pooled: Mapping[int, bytes] = field(default_factory=dict)
     """By number in `work`, the sum of hidden states that it asks for."""
+    hidden_WE: torch.Tensor | None = None
+    """Set where no token is chosen yet: what `Runner.choose` chooses them of, a row for each of `work`."""
 
     def tokens(self, device: str) -> torch.Tensor:
         """int64, on the device: the token of each of `work`, all of which sample; not set on a slice that does not
@@ -70,6 +72,8 @@ class Behind:
     flight: Flight
     follows_B: NDArray[np.int64]
     """Of each sequence of the new step, the number in `flight.work` of what it goes on behind."""
+    chooses: bool = True
+    """Whether the tokens of the new step are chosen as well; else by `Runner.choose`, before anything else is run."""
 
 
 def _result(chosen: Sampled | None, prompt: tuple[TokenLogprobs, ...], pooled: bytes) -> SeqResult:

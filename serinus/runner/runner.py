@@ -18,6 +18,7 @@ from serinus.core.errors import InvariantError, OutOfMemory, StepAbandoned
 from serinus.core.parts import Part
 from serinus.core.plan import SampleSpec, SeqWork, StepPlan, StepResult, TableWrite
 from serinus.core.request import TokenLogprobs
+from serinus.core.sampling import SamplingParams
 from serinus.kernels import FP8_FORMATS, Kernels
 from serinus.models import ForwardBatch, ForwardHook, Model, NullHook, Put
 from serinus.parallel.comm import Comm, SoloComm
@@ -35,6 +36,8 @@ _REHEARSED_ROWS = (1, 16, 32, 64, 128)
 """Of the output head: what multiplies fewer rows than the next number is made for that."""
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 """What torch's allocators say without an error type of their own."""
+_OF_ENDED = SampleSpec(params=SamplingParams(temperature=0.0), seed=0, position=1, generated=0)
+"""Of the rows of requests that have ended."""
 
 
 class Runner:
@@ -121,7 +124,17 @@ class Runner:
             if not plan.work:
                 self.write_tables(plan.table_writes)
                 return Flight(step=plan.step)
-            return self._run(plan, behind)
+            return self._run(plan, lambda: self._compute(plan, self._stage(plan, behind), behind))
+
+    def choose(self, flight: Flight, plan: StepPlan, places: Sequence[int]) -> Flight:
+        """Choose the tokens of a step that was launched without that, as a plan says of those at `places`; what is
+        chosen for the others means nothing. Raises and waits as `launch` does."""
+        assert flight.hidden_WE is not None, f"runner: step {flight.step} has its tokens"
+        work = [replace(each, sample=_OF_ENDED) for each in flight.work]
+        for place, each in zip(places, plan.work, strict=True):
+            work[place] = each
+        with torch.inference_mode():
+            return self._run(plan, partial(self._chosen, plan.step, work, flight.hidden_WE))
 
     def read(self, flight: Flight) -> StepResult | None:
         """What came of a step that was launched. Waits until the device has chosen its tokens."""
@@ -188,12 +201,13 @@ class Runner:
         self._inbox.send()
         return staged.batch
 
-    def _run(self, plan: StepPlan, behind: Behind | None) -> Flight:
+    def _run(self, plan: StepPlan, act: Callable[[], Flight]) -> Flight:
+        """Act on a plan, side by side with the other ranks. Raises as `run` does."""
         comm = self._comm
         self._passes += 1
         comm.begin(self._passes)
         try:
-            return self._compute(plan, self._stage(plan, behind))
+            return act()
         except (MemoryError, RuntimeError, StepAbandoned) as error:
             is_told = isinstance(error, StepAbandoned)
             own = comm.mesh.name(comm.rank) if comm.mesh.size > 1 else ""
@@ -251,9 +265,9 @@ class Runner:
         for table in self._tables.values():
             table.write()
 
-    def _compute(self, plan: StepPlan, staged: StepBatch) -> Flight:
-        work = plan.work
-        sampling = [i for i, w in enumerate(work) if w.sample is not None]
+    def _compute(self, plan: StepPlan, staged: StepBatch, behind: Behind | None) -> Flight:
+        work, chooses = plan.work, behind is None or behind.chooses
+        sampling = [i for i, w in enumerate(work) if w.sample is not None and chooses]
         inflow = None
         if self._takes:
             inflow = self._comm.recv(*self._model.activation(sum(len(w.tokens) for w in work)))
@@ -269,12 +283,20 @@ class Runner:
         if self._sends:  # of a replay a copy: the next one writes to the same place while this one is on its way
             self._comm.send(hidden_WE if staged.host.room is None else hidden_WE.clone())
             return Flight(step=plan.step, work=work)
+        if not chooses:
+            return Flight(step=plan.step, work=work, hidden_WE=hidden_WE)
         whole = staged.batch.wanted_W is None
         rows = self._sample(work, sampling, hidden_WE, staged.ends_B, masks, whole=whole)
         asked, ends = [(i, w) for i, w in enumerate(work) if w.asks_each], staged.ends_B
         prompts = {i: self._prompt_logprobs(w, hidden_WE, ends[i]) for i, w in asked if w.next_ids is not None}
         pooled = {i: self._pooled(w, hidden_WE, ends[i]) for i, w in asked if w.pooled}
         return Flight(step=plan.step, work=work, sampling=sampling, rows=rows, prompts=prompts, pooled=pooled)
+
+    def _chosen(self, step: int, work: Sequence[SeqWork], hidden_WE: torch.Tensor) -> Flight:
+        """All of the work samples, each of its own row."""
+        sampling, ends = range(len(work)), np.arange(1, len(work) + 1)
+        rows = self._sample(work, sampling, hidden_WE, ends, self._begin_masks(work, sampling), whole=True)
+        return Flight(step=step, work=work, sampling=sampling, rows=rows)
 
     def _forward(self, batch: ForwardBatch, inflow: torch.Tensor | None) -> torch.Tensor:
         return self._model.forward(batch, self._kv, self._rows, self._hook, inflow)

@@ -1,9 +1,10 @@
 """What goes on behind a plan, said before its result is known: so a device need not wait for its host between steps.
 
 A step of decoding requests alone is followed by one of the same requests, less those that end, each with one token
-more. All that is not known of it is which tokens these are. What comes between (a new request, one whose pages landed)
-has to wait for the step behind that. Knows nothing of results: which requests have ended is found by `take`, when the
-next plan is made.
+more. All that is not known of it is which tokens these are; and where a request has a grammar or a penalty, or asks for
+log-probabilities, how the tokens behind them are chosen: that comes with the next plan. What comes between (a new
+request, one whose pages landed) has to wait for the step behind that. Knows nothing of results: which requests have
+ended is found by `take`, when the next plan is made.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Lookahead:
         if not self._overlaps or batch.prefilling or allocator.open_loads or len(states) != len(batch.decoding):
             return None
         going = [(i, state) for i, state in enumerate(states) if state is not None and state.known + 1 < state.limit]
-        if not going or not all(state.plain for _, state in going):
+        if not going:
             return None
         for _, state in going:
             if state.known + 1 > state.full.room:
@@ -61,4 +62,5 @@ class Lookahead:
             state.ahead = batch.token_work(state, state.known + 1)
         self._made = [state for _, state in going]
         work = tuple([state.ahead for state in self._made if state.ahead is not None])
-        return WorkAhead(work=work, follows=np.array([i for i, _ in going], np.int64))
+        follows, chooses = np.array([i for i, _ in going], np.int64), all(state.plain for state in self._made)
+        return WorkAhead(work=work, follows=follows, chooses=chooses)

@@ -241,7 +241,7 @@ class ReqState:
         self.stop_set = frozenset(self.stop_ids)
         self.min_new = self.request.sampling.min_new_tokens
         sampling = self.request.sampling
-        self.plain = not sampling.penalised and sampling.grammar is None and sampling.logprobs is None
+        self.plain = not sampling.looks_back and sampling.logprobs is None
         self.history = TokenHistory(prompt) if sampling.penalised else None
         if self.request.sampling.prompt_logprobs is not None and self.handoff is None:
             self.prompt_logprobs = [TokenLogprobs(logprob=None)]

@@ -104,7 +104,8 @@ class FakeRunner:
         """Tokens computed so far."""
         self.followed = 0
         """Steps so far that were computed before their plan came."""
-        self._ahead: list[tuple[SeqWork, SeqResult]] = []
+        self._ahead: list[tuple[SeqWork, Callable[[], SeqResult]]] = []
+        """Work whose KV is there, and what chooses its token."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Table writes first, then all KV of the step, then sampling: as the real one does. Then what goes on behind
@@ -120,13 +121,17 @@ class FakeRunner:
             taken = [ahead[number] for number in plan.takes.tolist()]
             is_own = [of is work for (of, _), work in zip(taken, plan.work, strict=True)]
             assert all(is_own), f"testing: step {plan.step} takes other work than its own"
-            seqs = [result for _, result in taken]
+            seqs = [choose() for _, choose in taken]
         else:
-            seqs = [self._compute(work) for work in plan.work]
+            seqs = [self._compute(work)() for work in plan.work]
         self.token_count += plan.token_count
         self.followed += follows
         if plan.ahead is not None:
             for work, at in zip(plan.ahead.work, plan.ahead.follows.tolist(), strict=True):
+                assert work.sample is not None, f"testing: {work.rid} goes on without a token"
+                params = work.sample.params
+                late = params.looks_back or params.logprobs is not None
+                assert not (late and plan.ahead.chooses), f"testing: a token of {work.rid} is chosen ahead"
                 known = replace(work, tokens=np.array([seqs[at].token], np.int32))
                 self._ahead.append((work, self._compute(known)))
         return StepResult(step=plan.step, seqs=tuple(seqs))
@@ -145,7 +150,8 @@ class FakeRunner:
         assert (slots >= self.page_size).all(), f"testing: {work.rid} writes to padding of {part.name}: {slots}"
         assert np.array_equal(named, slots), f"testing: {work.rid} writes {part.name} {slots}, its row says {named}"
 
-    def _compute(self, work: SeqWork) -> SeqResult:
+    def _compute(self, work: SeqWork) -> Callable[[], SeqResult]:
+        """Write the KV of some work; what is returned chooses its token, by what is known of it then."""
         end = work.start + len(work.tokens)
         assert work.row > 0, f"testing: {work.rid} runs in the padding row"
         self._check_slots(work)
@@ -168,16 +174,20 @@ class FakeRunner:
         pooled = _states(self.content_S[slots[: work.pooled]]).sum(0, np.float32).tobytes() if work.pooled else b""
         spec = work.sample
         if spec is None:
-            return SeqResult(prompt_logprobs=prompt_logprobs, pooled=pooled)
+            return lambda: SeqResult(prompt_logprobs=prompt_logprobs, pooled=pooled)
         assert spec.position == end, f"testing: {work.rid} samples position {spec.position}, expected {end}"
         fold = _fold(self.content_S[self.table_RC[work.row, :end]])
         for part, window in self.windows.items():
             first = _first(window, end - 1)
             fold ^= _fold(self._read(part, work.row, first, end), first)
-        _check_history(spec)
-        token = _choose(fold, spec, self.vocab_size)
-        logprobs = _logprob(before, token) if spec.params.logprobs is not None else None
-        return SeqResult(token=token, logprobs=logprobs, prompt_logprobs=prompt_logprobs, pooled=pooled)
+
+        def choose() -> SeqResult:
+            _check_history(spec)
+            token = _choose(fold, spec, self.vocab_size)
+            logprobs = _logprob(before, token) if spec.params.logprobs is not None else None
+            return SeqResult(token=token, logprobs=logprobs, prompt_logprobs=prompt_logprobs, pooled=pooled)
+
+        return choose
 
 
 def copy_pages(

@@ -39,17 +39,24 @@ def runner_of(llm: LLM) -> StepsAhead:
 
 @pytest.mark.parametrize("canary", list(CANARIES))
 @pytest.mark.parametrize("graphs", [True, False], ids=["recorded", "eager"])
-def test_tokens_are_those_of_an_engine_that_waits(tmp_path: Path, canary: str, *, graphs: bool) -> None:
+@pytest.mark.parametrize("later", [{}, {"repetition_penalty": 1.2}, {"logprobs": 2}], ids=["plain", "penalty", "asks"])
+def test_tokens_are_those_of_an_engine_that_waits(
+    tmp_path: Path, canary: str, later: dict[str, Any], *, graphs: bool
+) -> None:
+    """`later`: of every third request; its tokens are chosen when the ones before are on the host."""
     prompts = [{"prompt_token_ids": [(7 * i + j) % 500 for i in range(20 + 13 * j)]} for j in range(12)]
     params = [
-        SamplingParams(temperature=0.6 * (j % 2), max_tokens=20 + 5 * (j % 4), ignore_eos=True, seed=j)
+        SamplingParams(
+            temperature=0.6 * (j % 2), max_tokens=20 + 5 * (j % 4), ignore_eos=True, seed=j, **({} if j % 3 else later)
+        )
         for j in range(12)
-    ]
+    ]  # fmt: skip
     answers, taken = [], []
     for waits in (True, False):
         settings = {"disable_overlap_schedule": waits, "disable_cuda_graph": not graphs, **CANARIES[canary]}
         with engine(tmp_path, **settings) as llm:
-            answers.append([out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)])
+            outs = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
+            answers.append([(out.token_ids, out.logprobs) for out in outs])
             taken.append(runner_of(llm).taken)
             if canary != "none":
                 view = llm._engine.canary.view()
@@ -60,13 +67,14 @@ def test_tokens_are_those_of_an_engine_that_waits(tmp_path: Path, canary: str, *
     assert taken[1] > 20
 
 
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
 @pytest.mark.parametrize("canary", list(CANARIES))
 def test_the_next_step_is_queued_before_the_tokens_of_this_one_are_waited_for(
-    tmp_path: Path, canary: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, canary: str, penalty: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every call that waits for the stream would be told; of events, that of the tokens and those behind it alone."""
     with engine(tmp_path, **CANARIES[canary]) as llm:
-        sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, repetition_penalty=penalty)
         prompts = [torch.arange(5 + i, 25 + 2 * i).int().numpy() for i in range(3)]
         requests = [
             Request(rid=f"r{i}", prompt=prompt, sampling=sampling, seed=i, stream=True)

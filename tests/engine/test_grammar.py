@@ -19,6 +19,7 @@ from serinus.core.errors import BadRequest
 from serinus.core.request import FinishReason
 from serinus.engine import build_engine
 from serinus.models.small_checkpoints import make_toy
+from serinus.ranks.steps_ahead import StepsAhead
 from serinus.selftest import EngineDriver, EnginePair
 from serinus.text import load_tokenizer
 from serinus.wire.messages import EngineCall
@@ -119,6 +120,35 @@ def test_the_first_token_of_a_prefill_engine_is_masked_too(toy: Path, alone: lis
     assert load_tokenizer(str(toy)).decode(both.tokens("choice")) == "1"
     assert len(both.tokens("choice")) == 1, "complete with the token that the prefill engine sampled"
     both.check()
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_passes_that_are_queued_before_the_token_they_follow_is_read_change_no_token(
+    toy: Path, alone: list[int], monkeypatch: pytest.MonkeyPatch, slices: int
+) -> None:
+    """As on a GPU: the pass is computed meanwhile, and its tokens are chosen when the next plan brings what the grammar
+    has taken. Beside it others come, end, and ask for penalties and log-probabilities."""
+    monkeypatch.setattr(
+        "serinus.engine.planning.overlaps", lambda parts: not parts.config.kernels.disable_overlap_schedule
+    )
+    found = []
+    for waits in (True, False):
+        with crew(toy, **SMALL, tp_size=slices, skip_tokenizer_init=False, disable_overlap_schedule=waits) as engine:
+            engine.add("one", PROMPT, 120, **SAMPLED)
+            engine.add("free", PROMPT[:5], 20, repetition_penalty=1.2)
+            engine.add("asks", PROMPT[:7], 9, logprobs=2)
+            engine.add("wrong", PROMPT[:9], 20, grammar=Grammar.of("json_schema", {"not": {}}))
+            engine.run()
+            runner = engine.line.body._runner
+            assert isinstance(runner, StepsAhead)
+            assert (runner.taken > 20) is not waits
+            assert engine.tokens("one") == alone
+            assert engine.finish("one") is FinishReason.STOP
+            assert "#/not" in engine.deltas["wrong"][-1].error
+            logprobs = [each for delta in engine.deltas["asks"] for each in delta.logprobs or ()]
+            assert len(logprobs) == 9
+            found.append((engine.tokens("free"), engine.tokens("asks"), logprobs))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("mesh", [{"tp_size": 2}, {"pp_size": 2}])

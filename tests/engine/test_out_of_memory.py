@@ -101,6 +101,42 @@ def test_a_prefill_engine_without_memory_sends_the_prompt_home(toy: Path) -> Non
     assert [driver.engine.scheduler.stats().used_tokens for driver in (both.decode, both.prefill)] == [0, 0]
 
 
+@pytest.mark.parametrize("slices", [1, 2])
+def test_requests_of_a_queued_pass_fail_alone_where_no_memory_is_left_to_choose_their_tokens(
+    toy: Path, slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Penalties: the pass is computed ahead, and its logits are made when the next plan says how to choose."""
+    monkeypatch.setattr("serinus.engine.planning.overlaps", lambda parts: True)
+    with crew(toy, tp_size=slices) as engine:
+        ahead = [engine.line.body._runner, *(loop.body._runner for _, loop in sorted(engine.ranks.loops.items()))]
+        for victim in range(slices):
+            rid, prompt = f"a-{victim}", list(range(victim, victim + 20))
+            engine.add(rid, prompt, 40, repetition_penalty=1.5)
+            while len(engine.tokens(rid)) < 4:
+                engine.turn()
+                engine.wait()
+            model, taken = ahead[victim]._runner._model, ahead[victim].taken
+            made = model.logits
+
+            def logits(*given: Any, victim: int = victim, made: Any = made, taken: int = taken) -> Any:
+                if ahead[victim].taken == taken:  # it is not the choice behind a pass that was taken
+                    return made(*given)
+                ahead[victim]._runner._model.logits = made
+                return torch.empty(_TOO_MUCH, dtype=torch.uint8)
+
+            model.logits = logits
+            later = f"b-{victim}"
+            engine.add(later, prompt[::-1], 8)
+            engine.run()
+            last = engine.deltas[rid][-1]
+            assert (last.finish, last.error_status) == (FinishReason.ERROR, 500)
+            assert "no memory" in last.error
+            assert ahead[victim].taken > taken
+            assert engine.tokens(later) == toy_continue(load_spec(toy), prompt[::-1], 8)
+        engine.engine.scheduler.sanity_check()
+        assert engine.engine.scheduler.stats().used_tokens == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("canary", [{"kv_canary": "none"}, {"kv_canary": "raise"}])
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 3), (2, 2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -72,6 +73,19 @@ def history(tokens: list[int]) -> TokenHistory:
 
 
 @st.composite
+def work_ahead(draw: st.DrawFn, work: Sequence[SeqWork]) -> WorkAhead | None:
+    going = [
+        replace(each, tokens=each.tokens[:1], slots={part: slots[:1] for part, slots in each.slots.items()},
+                prompt_logprobs=None, next_ids=None, sample=replace(each.sample, history=None, output=None))
+        for each in work if each.sample is not None
+    ]  # fmt: skip
+    looks_back = any(each.sample is not None and each.sample.params.looks_back for each in going)
+    follows = [index for index, each in enumerate(work) if each.sample is not None]
+    chooses = not looks_back and draw(st.booleans())
+    return WorkAhead(work=tuple(going), follows=np.array(follows, np.int64), chooses=chooses) if going else None
+
+
+@st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
     parts = draw(st.sampled_from([(Part.FULL,), (Part.FULL, Part.SWA), (Part.FULL, Part.SWA, Part.LATENT)]))
     params = draw(
@@ -128,17 +142,8 @@ def plans(draw: st.DrawFn) -> StepPlan:
                    part=draw(st.sampled_from(Part)))
         for _ in range(draw(st.integers(0, 3)))
     )  # fmt: skip
-    follows = [index for index, each in enumerate(work) if each.sample is not None]
-    ahead = takes = None
-    if follows and draw(st.booleans()):
-        going = [
-            replace(each, tokens=each.tokens[:1], slots={part: slots[:1] for part, slots in each.slots.items()},
-                    prompt_logprobs=None, next_ids=None)
-            for each in work if each.sample is not None
-        ]  # fmt: skip
-        ahead = WorkAhead(work=tuple(going), follows=np.array(follows, np.int64))
-    if work and draw(st.booleans()):
-        takes = np.array(draw(st.permutations(range(len(work)))), np.int64)
+    ahead = draw(work_ahead(work)) if draw(st.booleans()) else None
+    takes = np.array(draw(st.permutations(range(len(work)))), np.int64) if work and draw(st.booleans()) else None
     return StepPlan(step=draw(ids(1)), work=tuple(work), table_writes=writes, ahead=ahead, takes=takes)
 
 
@@ -334,6 +339,11 @@ def test_a_grammar_without_the_tokens_that_it_follows_is_refused() -> None:
     )
     with pytest.raises(FrameError, match="a grammar needs its output"):
         decode_header(_forged("RunStep", pack_plan(StepPlan(step=1, work=(work,)))))
+    plain = StepPlan(step=1, work=(replace(work, sample=replace(sample, params=SamplingParams())),))
+    ahead = WorkAhead(work=(work,), follows=np.array([0]))
+    with pytest.raises(FrameError, match="expected only to compute it"):
+        decode_header(_forged("RunStep", pack_plan(replace(plain, ahead=ahead))))
+    decode_header(_forged("RunStep", pack_plan(replace(plain, ahead=replace(ahead, chooses=False)))))
 
 
 def test_a_result_says_what_a_grammar_ended_and_what_it_could_not_follow() -> None:

@@ -73,14 +73,21 @@ def test_a_newcomer_waits_for_one_plan_and_no_longer() -> None:
 
 
 @pytest.mark.parametrize("sampling", [{"logprobs": 1}, {"repetition_penalty": 1.2}])
-def test_nothing_is_said_where_the_next_token_needs_this_one_on_the_host(sampling: dict[str, Any]) -> None:
+def test_tokens_are_chosen_by_the_next_plan_where_one_needs_those_before_it_on_the_host(
+    sampling: dict[str, Any],
+) -> None:
     tiny = engine()
-    tiny.add("plain", range(6), max_new_tokens=9)
-    tiny.add("asks", range(7), max_new_tokens=4, **sampling)
-    planned(tiny)
-    assert [planned(tiny).ahead for _ in range(2)] == [None, None]
+    asked = [tiny.add("plain", range(6), max_new_tokens=9), tiny.add("asks", range(7), max_new_tokens=4, **sampling)]
+    assert [planned(tiny).ahead for _ in range(2)] == [None, None], "prompts are computed"
+    found = []
+    while (ahead := planned(tiny).ahead) is not None:
+        found.append((len(ahead.work), ahead.chooses))
+    assert found == [(2, False)] * 2 + [(1, True)] * 4, "once that one has ended, as they are computed"
     tiny.run()
-    assert tiny.runner.followed, "once that one has ended"
+    for request in asked:
+        count = request.sampling.max_new_tokens
+        assert tiny.answers[request.rid].tokens == fake_continue(request, count, 1000, [], tiny.runner.windows)
+    tiny.check_drained()
 
 
 def test_nothing_is_said_where_a_page_for_it_would_be_taken_from_a_request() -> None:
