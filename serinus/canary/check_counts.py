@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,14 +13,18 @@ from serinus.canary.lanes import PartLanes
 from serinus.core.parts import Part
 from serinus.kernels import StampLane, stamp_lanes
 
+_PARTS: Final = len(Part)
+_LANES: Final = len(StampLane)
+
 
 def by_part(counts: Mapping[Part, NDArray[np.int64]], count: int) -> NDArray[np.int64]:
     """Slots that were verified of each of so many sequences, [len(Part), N]: -1 of parts that a rank has none of.
     `counts`: by sequence and lane; a slot counts that was looked at in all lanes."""
-    checked_PN = np.full((len(Part), count), -1, np.int64)
+    checked_PN = np.empty((_PARTS, count), np.int64)
+    checked_PN.fill(-1)
     for part, counts_N4 in counts.items():
         lanes = stamp_lanes(part)
-        checked_PN[part] = (counts_N4 if len(lanes) == len(StampLane) else counts_N4[:, lanes]).min(1)
+        np.minimum.reduce(counts_N4 if len(lanes) == _LANES else counts_N4[:, lanes], 1, out=checked_PN[part])
     return checked_PN
 
 

@@ -188,12 +188,12 @@ def slots_checked(ranks: Iterable[NDArray[np.int64] | None]) -> NDArray[np.int64
     if not found:
         return np.empty(0, np.int64)
     if len(found) == 1:
-        least_PN = np.maximum(found[0], 0)
+        least_PN: NDArray[np.int64] = np.maximum(found[0], 0)
     else:
         stacked = np.stack(found)
         least_PN = np.where(stacked < 0, np.iinfo(np.int64).max, stacked).min(0)
         least_PN[(stacked < 0).all(0)] = 0
-    slots_N: NDArray[np.int64] = least_PN.sum(0)
+    slots_N: NDArray[np.int64] = np.add.reduce(least_PN, 0)
     return slots_N
 
 

@@ -10,6 +10,7 @@ Ranks know bytes (rank.py); the owner, the users and the history of a page are k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache as remember
 from typing import Any, Final
@@ -113,6 +114,8 @@ class CanaryLead:
         """Slots of one sweep at most, by part."""
         self._cursor = dict.fromkeys(parts, 0)
         self._swept_at = dict.fromkeys(parts, clock.now())
+        self._sweep_at = 0.0
+        """When the next sweep may be due by time."""
         self._sweep_passes = 0
         self._outside: dict[str, Verdict] = {}
         """What follows from findings outside of a step; given out with the next one."""
@@ -156,7 +159,9 @@ class CanaryLead:
         A line is logged for each new incident. Unless the mode is log, pages whose KV is wrong are condemned, and the
         requests that they touch are named (judge.py). Raises KvViolation: nothing can be named.
         """
-        self._judge_later(self._filed(findings))
+        found = tuple(findings)
+        if found:
+            self._judge_later(self._filed(found))
         return self._take_outside()
 
     def check(self, rows: Mapping[str, OwnPages]) -> RowsVerdict:
@@ -270,15 +275,21 @@ class CanaryLead:
 
     def _due_by_time(self) -> dict[Part, int]:
         """Slots that a sweep should verify now, by part, so that a pass over each takes no longer than is asked for."""
-        period, now, budgets = self._settings.kv_canary_sweep_seconds / _SWEEP_HASTE, self._clock.now(), {}
+        now, budgets = self._clock.now(), dict[Part, int]()
+        if now < self._sweep_at:
+            return budgets
+        period, size = self._settings.kv_canary_sweep_seconds / _SWEEP_HASTE, self._cache.page_size
+        self._sweep_at = math.inf
         for part, since in self._swept_at.items() if period else ():
-            size, pages = self._cache.page_size, self._cache.ledgers[Tier.DEVICE, part].page_count
+            pages = self._cache.ledgers[Tier.DEVICE, part].page_count
             due = int(size * pages * (now - since) / period)
-            if due >= max(size, min(_SWEEP_SLOTS_MIN, size * pages // 16)):
+            least = max(size, min(_SWEEP_SLOTS_MIN, size * pages // 16))
+            if due >= least:
                 whole = max(1, min(due, self.sweep_slots) // size)  # pages: the time of what is left is not spent
                 budgets[part] = whole * size
                 # What is more than one sweep stays due, up to one pass.
-                self._swept_at[part] = max(since + whole * period / pages, now - period)
+                self._swept_at[part] = since = max(since + whole * period / pages, now - period)
+            self._sweep_at = min(self._sweep_at, since + least * period / (size * pages))
         return budgets
 
     def _sweep(self, budgets: Mapping[Part, int]) -> None:
@@ -309,6 +320,8 @@ class CanaryLead:
         self._outside = {each.rid: each for each in verdicts} | self._outside
 
     def _take_outside(self) -> Sequence[Verdict]:
+        if not self._outside:
+            return ()
         verdicts, self._outside = tuple(self._outside.values()), {}
         return verdicts
 

@@ -35,6 +35,8 @@ class PageHealth:
     def look(self) -> None:
         """Log pages that were retired since the last call, and once that there are too many."""
         failures = self._cache.tiers.quarantine.failures
+        if not failures:
+            return
         for part, page in self._cache.tiers.quarantine.retired - self._told:
             self._told.add((part, page))
             _log.error(

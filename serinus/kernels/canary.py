@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +49,7 @@ class StampLane(IntEnum):
     TAIL_V = 3
 
 
+@cache
 def stamp_lanes(part: Part) -> tuple[StampLane, ...]:
     """The lanes that slots of a part have."""
     return tuple(lane for lane in StampLane if lane % 2 < part.halves)
