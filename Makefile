@@ -9,6 +9,8 @@ PIP = $(BIN)/python -m pip install -q --no-compile $(PIP_FLAGS)
 DEMO_FLAGS ?=
 TEST_FLAGS ?=
 JOBS ?= 2
+# Where the environment says to write no bytecode, each process that a test starts would compile torch again: 4 s
+export PYTHONDONTWRITEBYTECODE :=
 # A worker that crashes ends the run and names its test: replaced, xdist would wait for the rest of its file for ever
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0
 CHROMIUM := { command -v chromium || command -v google-chrome; } >/dev/null
