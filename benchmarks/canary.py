@@ -170,7 +170,7 @@ def fixed_us(path: Path, dtype: str, rounds: int) -> dict[str, float]:
     spent.watch("leader", lead, ("begin", "judge"))
     spent.watch("leader", serinus.ranks.line, ("slots_checked",))
     spent.watch("what_is_due", rank, ("begin",))
-    spent.watch("read_rings", rank, ("returned", "found", "checked"))
+    spent.watch("read_rings", rank, ("returned", "mark", "found", "checked"))
     spent.watch("before_layers", rank.hook, ("can_replay", "stage", "before", "before_layer"))
     spent.watch("layers_are_told", rank.hook, ("writes", "reads", "layer_digests"))
     spent.watch("after_layers", rank.hook, ("after",))

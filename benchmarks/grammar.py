@@ -91,8 +91,10 @@ class TimedMasks(GrammarMasks):
     def begin(self, rids: Sequence[str], specs: Sequence[SampleSpec]) -> Future[StepMasks] | None:
         begin = time.perf_counter()
         begun = super().begin(rids, specs)
+        if begun is None:
+            return None  # a pass ahead, whose masks come with its plan
         self.begins.append(time.perf_counter() - begin)
-        return None if begun is None else _Timed(begun, self.waits)
+        return _Timed(begun, self.waits)
 
     def _made(self, *arguments: Any) -> StepMasks:
         begin = time.perf_counter()

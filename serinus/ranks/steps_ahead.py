@@ -17,7 +17,7 @@ the pass was queued for, or with a later one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,7 +121,7 @@ class StepsAhead:
         result = self._runner.read(flight)
         if result is None or places is None:
             return result
-        return StepResult(step=plan.step, seqs=tuple([result.seqs[place] for place in places]))
+        return replace(result, step=plan.step, seqs=tuple([result.seqs[place] for place in places]))
 
     def _launched(self, plan: StepPlan, behind: Behind | None = None) -> _Queued:
         flight = self._runner.launch(plan, behind)

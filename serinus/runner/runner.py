@@ -95,7 +95,8 @@ class Runner:
         self._inflow: torch.Tensor | None = None
         """What recorded steps take from the stage before."""
         self._passes = 0
-        """Forward passes so far, the same number on all ranks. Those of plans begin anew after a warm-up."""
+        """Forward passes and choices behind them so far, the same number on all ranks. Those of plans begin anew after
+        a warm-up."""
 
     def close(self) -> None:
         """End the thread that makes masks."""
@@ -130,9 +131,8 @@ class Runner:
         """Choose the tokens of a step that was launched without that, as a plan says of those at `places`; what is
         chosen for the others means nothing. Raises and waits as `launch` does."""
         assert flight.hidden_WE is not None, f"runner: step {flight.step} has its tokens"
-        work = [replace(each, sample=_OF_ENDED) for each in flight.work]
-        for place, each in zip(places, plan.work, strict=True):
-            work[place] = each
+        goes_on = dict(zip(places, plan.work, strict=True))
+        work = [goes_on.get(place) or replace(each, sample=_OF_ENDED) for place, each in enumerate(flight.work)]
         with torch.inference_mode():
             return self._run(plan, partial(self._chosen, plan.step, work, flight.hidden_WE))
 

@@ -19,7 +19,8 @@ class OracleSampler:
     def sample(self, logits_BV: torch.Tensor, specs: Sequence[SampleSpec], masks: StepMasks | None = None) -> Chosen:
         """One token per row; of the logits only their width is read, of masks nothing."""
         vocab_size = logits_BV.shape[1]
-        return Chosen(tokens_B=torch.tensor([oracle_token(spec, spec.position, vocab_size) for spec in specs]))
+        tokens = [oracle_token(spec, spec.position, vocab_size) for spec in specs]
+        return Chosen(tokens_B=torch.tensor(tokens, device=logits_BV.device))
 
 
 def oracle_token(spec: SampleSpec, position: int, vocab_size: int) -> int:

@@ -103,7 +103,8 @@ class StepPlanner:
         if not len(self._batch) and not self._requests.waiting:
             self._blocked = None
             return None
-        given_way, self._rowless = self._give_way(), None
+        last, self._rowless = self._gives_way(), None
+        given_way = [last] if last is not None and self._batch.retract(last) else []
         growth = self._batch.grow()
         growth.gone += given_way
         self._requests.wait(growth.gone)
@@ -125,9 +126,8 @@ class StepPlanner:
         if not work:
             return None
         self._hand_out_rest(work, states, decode_count, left)
-        ahead = None
-        if not self._requests.waiting or self.blocked is not None or self._rows_are_taken:
-            ahead = self._lookahead.make(states)
+        goes_on = not self._requests.waiting or self.blocked is not None or self._rows_are_taken
+        ahead = self._lookahead.make(states) if goes_on and self._gives_way() is None else None
         computed = sum(len(w.tokens) for w in work[decode_count:])
         outcome = Outcome(
             prompt_tokens=computed,
@@ -146,7 +146,8 @@ class StepPlanner:
         for _, state, _ in following:
             state.planned = state.known
             states.append(state)
-        ahead = self._lookahead.make(states) if not self._requests.waiting or self._rows_are_taken else None
+        goes_on = not self._requests.waiting or (self._rows_are_taken and self._gives_way() is None)
+        ahead = self._lookahead.make(states) if goes_on else None
         outcome = Outcome(decode_tokens=len(states))
         work, takes = [work for _, _, work in following], np.array([number for number, _, _ in following], np.int64)
         return self._open_step(work, states, ahead, frozenset(), outcome, now, takes)
@@ -174,20 +175,20 @@ class StepPlanner:
     def _rows_are_taken(self) -> bool:
         return self._batch.rows_needed >= self._settings.max_running_requests
 
-    def _give_way(self) -> list[ReqState]:
+    def _gives_way(self) -> ReqState | None:
         """Under the policy `priority`: the last of the running requests of an API key, where the first of its that
         waits is more important and lacks its pages, or its row. One in a step: the next plan sees whether that is
         enough. One that waits for what has aged past it takes nothing from that."""
         if self._settings.schedule_policy != "priority" or not self._requests.waiting:
-            return []
+            return None
         (first,) = self._requests.waiting.in_turn(1)
         last = self._batch.last_of(first.request.share.name)
         if last is None or first.request.priority >= last.request.priority or first.seq > last.seq:
-            return []
+            return None
         has_rows = not self._rows_are_taken
         if first is not self._blocked and (has_rows or first.prefetching or self._admission.has_twin(first)):
-            return []
-        return [last] if self._batch.retract(last) else []
+            return None
+        return last
 
     def _add_chunks(self, work: list[SeqWork], states: list[ReqState | None], growth: Growth, budget: int) -> int:
         """Chunks of prefilling requests, in the order of their arrival; returns the budget left for newcomers."""

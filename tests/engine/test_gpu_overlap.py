@@ -51,18 +51,22 @@ def test_tokens_are_those_of_an_engine_that_waits(
         )
         for j in range(12)
     ]  # fmt: skip
-    answers, taken = [], []
+    answers, asked, taken = [], [], []
     for waits in (True, False):
         settings = {"disable_overlap_schedule": waits, "disable_cuda_graph": not graphs, **CANARIES[canary]}
         with engine(tmp_path, **settings) as llm:
             outs = [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
-            answers.append([(out.token_ids, out.logprobs) for out in outs])
+            answers.append([out.token_ids for out in outs])
+            asked.append([each for out in outs for each in out.logprobs or ()])
             taken.append(runner_of(llm).taken)
             if canary != "none":
                 view = llm._engine.canary.view()
                 assert view["slots_due"] == view["slots_checked"] > 0
                 assert not view["violations"]
     assert answers[0] == answers[1]
+    for waits, ahead in zip(*asked, strict=True):  # a batch of another size adds up in another order
+        assert (ahead.logprob, *ahead.top_logprobs) == pytest.approx((waits.logprob, *waits.top_logprobs), abs=1e-4)
+    assert bool(asked[0]) is ("logprobs" in later)
     assert taken[0] == 0
     assert taken[1] > 20
 

@@ -43,9 +43,11 @@ def test_the_smallest_number_is_served_first_and_of_one_number_the_oldest(policy
     assert order_of_ends(engine) == expected
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_a_running_request_gives_its_row_to_a_more_important_one_and_goes_on_where_it_was(depth: int) -> None:
-    engine = TinyEngine(schedule_policy="priority", max_running_requests=1, depth=depth)
+@pytest.mark.parametrize(("depth", "overlaps"), [(1, False), (1, True), (3, False)])
+def test_a_running_request_gives_its_row_to_a_more_important_one_and_goes_on_where_it_was(
+    depth: int, overlaps: bool
+) -> None:
+    engine = TinyEngine(schedule_policy="priority", max_running_requests=1, depth=depth, overlaps=overlaps)
     low = engine.add("low", [1, 2, 3], max_new_tokens=12, priority=1)
     for _ in range(4):
         engine.step()
@@ -55,8 +57,9 @@ def test_a_running_request_gives_its_row_to_a_more_important_one_and_goes_on_whe
     assert (retractions_of(engine, "low"), retractions_of(engine, "high")) == (1, 0)
 
 
-def test_running_requests_give_way_the_least_important_first_until_there_are_pages_enough() -> None:
-    engine = TinyEngine(schedule_policy="priority", page_count=13, growth_tokens=0)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_running_requests_give_way_the_least_important_first_until_there_are_pages_enough(overlaps: bool) -> None:
+    engine = TinyEngine(schedule_policy="priority", page_count=13, growth_tokens=0, overlaps=overlaps)
     running = [
         engine.add(rid, [n] * 12, max_new_tokens=8, priority=n) for n, rid in ((1, "mid"), (3, "least"), (2, "low"))
     ]
