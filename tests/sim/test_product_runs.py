@@ -124,7 +124,6 @@ REASONS: dict[str, str] = {
     # interfaces
     "cache/ports.py": "protocols",
     "core/line.py": "protocols",
-    "core/plan.py": "one property, for metrics",
 }
 SEEDS = 40
 
