@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from serinus.core.errors import BadRequest
+from serinus.core.type_lock import TYPE_LOCK
 from serinus.front.schemas import (
     GenerateBody,
     JsonSchemaFormat,
@@ -50,8 +50,6 @@ _COUNTED_BYTES = 1 << 18
 _SLICE_BYTES = 1 << 15
 """They are looked at in pieces of so many bytes, each a fraction of a millisecond: the event loop takes the GIL several
 times for one token, and each time waits for the piece under way."""
-_TYPES_LOCK = threading.Lock()
-"""Of several fronts in one process: a type that msgspec looks at in two threads for the first time crashes them."""
 _UNKNOWN_MAX = 32
 """Unknown fields that one object may have: each is compared with every name."""
 _NAME_CHARS_MAX = 64
@@ -61,7 +59,7 @@ _LIKENESS = 0.85
 
 @cache
 def _decoder(body_type: type[Any]) -> msgspec.json.Decoder[Any]:
-    with _TYPES_LOCK:
+    with TYPE_LOCK:
         return msgspec.json.Decoder(body_type)
 
 

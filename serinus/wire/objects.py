@@ -6,7 +6,6 @@ None, enums, tuples, dicts, other dataclasses and numpy arrays of the annotated 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +14,11 @@ import msgspec
 
 from serinus.core.bounds import Name
 from serinus.core.errors import FrameError, SerinusError
+from serinus.core.type_lock import TYPE_LOCK
 from serinus.wire.arrays import Payload, from_extension
 
 Item = tuple[Name, msgspec.Raw]
 """An object: its type's name, its fields."""
-
-_TYPES_LOCK = threading.Lock()
-"""Held while a decoder is made. msgspec keeps what it knows of a type at the type, and puts it there before it is
-complete: another thread that decodes with it meanwhile reads a null pointer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +77,7 @@ class ObjectReader:
         decoder = self._decoders.get(name)
         if decoder is None:
             wire = kind if form is None else form.wire
-            with _TYPES_LOCK:
+            with TYPE_LOCK:
                 decoder = self._decoders[name] = msgspec.msgpack.Decoder(wire, dec_hook=self._array)
         try:
             found: object = decoder.decode(data)
