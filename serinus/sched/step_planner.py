@@ -126,8 +126,7 @@ class StepPlanner:
         if not work:
             return None
         self._hand_out_rest(work, states, decode_count, left)
-        goes_on = not self._requests.waiting or self.blocked is not None or self._rows_are_taken
-        ahead = self._lookahead.make(states) if goes_on and self._gives_way() is None else None
+        ahead = self._work_ahead(states, is_blocked=self.blocked is not None)
         computed = sum(len(w.tokens) for w in work[decode_count:])
         outcome = Outcome(
             prompt_tokens=computed,
@@ -146,8 +145,7 @@ class StepPlanner:
         for _, state, _ in following:
             state.planned = state.known
             states.append(state)
-        goes_on = not self._requests.waiting or (self._rows_are_taken and self._gives_way() is None)
-        ahead = self._lookahead.make(states) if goes_on else None
+        ahead = self._work_ahead(states)
         outcome = Outcome(decode_tokens=len(states))
         work, takes = [work for _, _, work in following], np.array([number for number, _, _ in following], np.int64)
         return self._open_step(work, states, ahead, frozenset(), outcome, now, takes)
@@ -170,6 +168,12 @@ class StepPlanner:
             planned_at=now,
             outcome=outcome,
         )
+
+    def _work_ahead(self, states: Sequence[ReqState | None], *, is_blocked: bool = False) -> WorkAhead | None:
+        """What goes on behind a step of these; None also where a request that waits may run in the next one.
+        `is_blocked`: the first that waits was seen to lack its pages."""
+        may_come = self._requests.waiting and not (is_blocked or self._rows_are_taken)
+        return None if may_come or self._gives_way() is not None else self._lookahead.make(states)
 
     @property
     def _rows_are_taken(self) -> bool:
