@@ -10,7 +10,6 @@ Ranks know bytes (rank.py); the owner, the users and the history of a page are k
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache as remember
 from typing import Any, Final
@@ -114,8 +113,6 @@ class CanaryLead:
         """Slots of one sweep at most, by part."""
         self._cursor = dict.fromkeys(parts, 0)
         self._swept_at = dict.fromkeys(parts, clock.now())
-        self._sweep_at = 0.0
-        """When the next sweep may be due by time."""
         self._sweep_passes = 0
         self._outside: dict[str, Verdict] = {}
         """What follows from findings outside of a step; given out with the next one."""
@@ -275,21 +272,15 @@ class CanaryLead:
 
     def _due_by_time(self) -> dict[Part, int]:
         """Slots that a sweep should verify now, by part, so that a pass over each takes no longer than is asked for."""
-        now, budgets = self._clock.now(), dict[Part, int]()
-        if now < self._sweep_at:
-            return budgets
-        period, size = self._settings.kv_canary_sweep_seconds / _SWEEP_HASTE, self._cache.page_size
-        self._sweep_at = math.inf
+        period, now, budgets = self._settings.kv_canary_sweep_seconds / _SWEEP_HASTE, self._clock.now(), {}
         for part, since in self._swept_at.items() if period else ():
-            pages = self._cache.ledgers[Tier.DEVICE, part].page_count
+            size, pages = self._cache.page_size, self._cache.ledgers[Tier.DEVICE, part].page_count
             due = int(size * pages * (now - since) / period)
-            least = max(size, min(_SWEEP_SLOTS_MIN, size * pages // 16))
-            if due >= least:
+            if due >= max(size, min(_SWEEP_SLOTS_MIN, size * pages // 16)):
                 whole = max(1, min(due, self.sweep_slots) // size)  # pages: the time of what is left is not spent
                 budgets[part] = whole * size
                 # What is more than one sweep stays due, up to one pass.
-                self._swept_at[part] = since = max(since + whole * period / pages, now - period)
-            self._sweep_at = min(self._sweep_at, since + least * period / (size * pages))
+                self._swept_at[part] = max(since + whole * period / pages, now - period)
         return budgets
 
     def _sweep(self, budgets: Mapping[Part, int]) -> None:
