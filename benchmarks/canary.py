@@ -1,8 +1,8 @@
 """What the canary costs: the 221M model with and without it, decode at batch 16 and a prefill chunk, in one run.
 
-Goals, of decode time: `all` + rotating:16, the default, <= 1.5 %, `all` + full <= 15 %; digests of pages that arrive
->= 15 GB/s. Ceiling of a digest: a plain sum over as many bytes. Every mode has an engine of its own; they take turns
-step by step, and each of 16 phases of the rotation counts with its best step.
+Goals, of decode time: `partial` + rotating:16 <= 1 %, `all` + rotating:16, the default, <= 1.5 %, `all` + full
+<= 15 %; digests of pages that arrive >= 15 GB/s. Ceiling of a digest: a plain sum over as many bytes. Every mode has an
+engine of its own; they take turns step by step, and each of 16 phases of the rotation counts with its best step.
 
 `fixed`: CPU time of the canary's own calls in a step of the whole engine as it is by default, leader and rank, on one
 thread: what a step pays whatever its weights are. What attention and stores digest is not in it. Layers are told one by
@@ -51,7 +51,7 @@ MODES = {
     "all_rotating": ("all", STRIDE),
     "all_full": ("all", 1),
 }
-GOALS = {"partial_rotating": 0.015, "all_rotating": 0.015, "all_full": 0.15}
+GOALS = {"partial_rotating": 0.01, "all_rotating": 0.015, "all_full": 0.15}
 GOAL_FIXED_US = 300
 GOAL_GB_S = 15.0
 DIGEST_SHAPES = ((1024, 12), (256, 24))

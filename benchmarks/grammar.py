@@ -180,7 +180,8 @@ def measure(llm: LLM, vocabulary: GrammarVocabulary, asked: argparse.Namespace, 
     begin = time.perf_counter()
     vocabulary.begin(grammar)
     compile_s = time.perf_counter() - begin
-    runner = llm._built.line.body._runner._runner  # type: ignore[attr-defined]
+    ahead = llm._built.line.body._runner
+    runner = ahead._runner  # type: ignore[attr-defined]
     plain, masks = GrammarMasks(lambda: vocabulary, WallClock(), width=VOCAB), TimedMasks(vocabulary)
     llm._check_grammar = lambda _: None  # type: ignore[method-assign]
     begins: list[float] = []
@@ -227,7 +228,7 @@ def measure(llm: LLM, vocabulary: GrammarVocabulary, asked: argparse.Namespace, 
         own["apply"] = _device_ms(lambda: kernels.mask_logits(logits, rows, words))
         own["wait"] = 0.0  # the device computes meanwhile; where it does not, the steps are longer
     emit(
-        "grammar", device=asked.device, overlap=not asked.wait, rows=ROWS, vocab=VOCAB, **about,
+        "grammar", device=asked.device, overlap=ahead.taken > 0, rows=ROWS, vocab=VOCAB, **about,
         step_ms=round(ms["free"], 3), guided_step_ms=round(ms["guided"], 3),
         longer_percent=round(100 * (ms["guided"] / ms["free"] - 1), 2),
         rounds_percent=[round(100 * (ratio - 1), 1) for ratio in sorted(rounds)],
