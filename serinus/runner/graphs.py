@@ -8,8 +8,10 @@ same padding and buffers, for tests.
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -52,7 +54,7 @@ class StepGraphs:
             self._recorded[size] = compute
             return
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = compute(batch)
 
         def replay(_: ForwardBatch) -> torch.Tensor:
@@ -65,3 +67,16 @@ class StepGraphs:
         """Queue the step; what it returned when it was recorded, with new values."""
         self.replays += 1
         return self._recorded[size](batch)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage is collected later: an earlier engine's graphs may be in it, and CUDA ends a recording within which one
+    is destroyed."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

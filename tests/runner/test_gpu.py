@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -12,12 +14,13 @@ import torch
 from serinus.core.sampling import SamplingParams
 from serinus.engine import LLM
 from serinus.kernels import load
-from serinus.models import Model, load_model, load_spec
+from serinus.models import ForwardBatch, Model, load_model, load_spec
 from serinus.models.small_checkpoints import make_checkpoint
 from serinus.parallel import Mesh
 from serinus.parallel import comm as comm_module
 from serinus.parallel.comm import TorchComm, listen
 from serinus.runner import Runner
+from serinus.runner.graphs import StepGraphs
 from serinus.testing.direct import DirectEngine
 from serinus.testing.ranked import RunnerRank
 from tests.runner.replaying import converse, small_latent_model, small_model, where
@@ -73,6 +76,35 @@ def test_a_step_waits_for_no_stream(tmp_path: Path, *, recorded: bool) -> None:
         torch.cuda.set_sync_debug_mode("default")
     waits = [str(each.message) for each in seen if "called a synchronizing" in str(each.message)]
     assert not waits, seen
+
+
+def test_graphs_of_an_earlier_engine_may_become_garbage_while_a_step_is_recorded() -> None:
+    """Python collects them whenever it likes: here at once."""
+    ones = torch.ones(4, device="cuda")
+    earlier: list[object] = []
+
+    def compute(_: object) -> torch.Tensor:
+        earlier.clear()
+        for _ in range(1000):
+            made: list[object] = []
+            made.append(made)
+        return ones + ones
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _ = ones + ones
+    around: list[object] = [graph]
+    around.append(around)
+    earlier.append(around)
+    del around, graph
+    unread = cast(ForwardBatch, None)
+    graphs, thresholds = StepGraphs("cuda", (1,)), gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        graphs.record(1, compute, unread)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert graphs.replay(1, unread).tolist() == [2.0] * 4
 
 
 def test_an_engine_replays_its_decode_steps(tmp_path: Path) -> None:
