@@ -25,11 +25,12 @@ __all__ = ["PIECES", "Piece", "run_pieces"]
 
 CLOCK = WallClock()
 TESTS = {
-    "shared": "kernels/test_triton.py models runner engine/test_gpu_overlap.py engine/test_gpu_tiers.py canary pool",
-    "memory": "engine/test_gpu_memory.py", "pd": "pd", "e2e": "e2e/test_gpu.py e2e/test_gpu_http.py",
+    "shared": "e2e/test_gpu.py e2e/test_gpu_http.py pd kernels/test_triton.py models runner engine/test_gpu_overlap.py"
+    " engine/test_gpu_tiers.py canary pool",
+    "memory": "engine/test_gpu_memory.py",
 }  # fmt: skip
 _PROCESSES = {"shared": os.cpu_count() or 1}
-"""Of a piece; one by default, which has the card to itself. These compile most of their time."""
+"""Of a piece; one by default, which has the card to itself. These compile, or wait for servers, most of their time."""
 BENCHMARKS = {
     "server": "gpu_server --rounds 2", "engine_64": "gpu_engine --batch 64 --canary none rotating:16",
     "canary": "gpu_canary", "handoff": "gpu_handoff", "tiers": "gpu_tiers --rounds 2",
@@ -48,8 +49,8 @@ class Piece:
 
 
 def _tests(name: str, paths: str, marks: str) -> Piece:
-    words = ("-p", "no:benchmark", "-n", str(_PROCESSES.get(name, 0)), "--durations", "10", "-vv", "-m", marks)
-    return Piece(name=name, words=("-m", "pytest", *words, *(f"tests/{path}" for path in paths.split())))
+    words = f"-m pytest -p no:benchmark -n {_PROCESSES.get(name, 0)} --dist worksteal --durations 10 -vv -m".split()
+    return Piece(name=name, words=(*words, marks, *(f"tests/{path}" for path in paths.split())))
 
 
 PIECES = {

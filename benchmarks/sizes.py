@@ -85,7 +85,7 @@ def measure(name: str, path: Path, threads: int, rounds: int) -> dict[str, float
 def row(name: str, folder: Path, threads: int, rounds: int) -> dict[str, float]:
     """`measure` in a process of its own."""
     command = [sys.executable, __file__, "--row", name, str(threads), "--rounds", str(rounds), "--folder", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=SECONDS_MAX, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     print(f"{name}, {threads} threads: {found}", file=sys.stderr, flush=True)

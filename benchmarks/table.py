@@ -356,7 +356,7 @@ def run(name: str, file: Path) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, str(file)],
         cwd=HERE.parent,
-        env=threads_env(cores()),
+        env={**threads_env(cores()), "CUDA_VISIBLE_DEVICES": ""},  # the table is of the CPU
         stdout=subprocess.PIPE,
         text=True,
         timeout=SECONDS_MAX,

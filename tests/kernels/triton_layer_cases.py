@@ -253,14 +253,15 @@ def rounded_rows(seed: int, device: str) -> str:
         return wrong
     grid = torch.rand((out_size // 128, inner // 128), generator=generator).to(device) * 0.02 + 1e-3
     weight = replace(weight, group=128, scales_OG=grid.repeat_interleave(128, 0))
-    is_rounded = inner % 512 == 0
+    has_blocks = inner % 512 == 0
+    is_rounded = has_blocks or inner == 128  # one span: the scale of its row
     rounded, scales = round_spans(x)
     widened = rounded[: len(x)].float().view(len(x), -1, 128) * scales[: len(x), :, None]
     meant = (widened.view(x.shape) if is_rounded else x.float()) @ weight.dequantized().T
     meant += 0.0 if bias is None else bias.float()
     packed = fast.pack_linear(weight, bias)
-    if packed.rows is None or (packed.rows.blocks is None) == is_rounded:
-        wrong += f" blocks of {[out_size, inner]} are {'not ' * is_rounded}multiplied with"
+    if packed.rows is None or (packed.rows.blocks is not None) != has_blocks:
+        wrong += f" blocks of {[out_size, inner]} are {'not ' * has_blocks}multiplied with"
     return wrong + far_apart(f"{list(x.shape)} by FP8 in blocks", fast.linear(x, packed).float(), meant, 8e-3)
 
 
