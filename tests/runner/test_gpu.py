@@ -80,27 +80,27 @@ def test_a_step_waits_for_no_stream(tmp_path: Path, *, recorded: bool) -> None:
 
 def test_graphs_of_an_earlier_engine_may_become_garbage_while_a_step_is_recorded() -> None:
     """Python collects them whenever it likes: here at once."""
-    ones = torch.ones(4, device="cuda")
-    earlier: list[object] = []
+    ones, earlier, unread = torch.ones(4, device="cuda"), list[object](), cast(ForwardBatch, None)
 
-    def compute(_: object) -> torch.Tensor:
+    def compute(_: ForwardBatch) -> torch.Tensor:
         earlier.clear()
+        gc.set_threshold(1)
         for _ in range(1000):
             made: list[object] = []
             made.append(made)
         return ones + ones
 
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _ = ones + ones
-    around: list[object] = [graph]
-    around.append(around)
-    earlier.append(around)
-    del around, graph
-    unread = cast(ForwardBatch, None)
-    graphs, thresholds = StepGraphs("cuda", (1,)), gc.get_threshold()
-    gc.set_threshold(1, 1, 1)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(10**9)  # what is made now stays in the youngest generation
     try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            _ = ones + ones
+        around: list[object] = [graph]
+        around.append(around)
+        earlier.append(around)
+        del around, graph
+        graphs = StepGraphs("cuda", (1,))
         graphs.record(1, compute, unread)
     finally:
         gc.set_threshold(*thresholds)
