@@ -395,17 +395,15 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 def _where(results: dict[str, dict[str, Any]]) -> list[str]:
     """Machine and commit of the results that have rows, in words."""
     results = {row.benchmark: results[row.benchmark] for row in ROWS if row.benchmark in results}
-    machines = {json.dumps(result.get("machine"), sort_keys=True) for result in results.values()}
-    texts = [_machine(json.loads(machine)) for machine in sorted(machines)]
-    longest = max(texts, key=len, default="unknown")
+    by_machine: dict[str, list[str]] = {}
+    for name, result in results.items():
+        if isinstance(on := result.get("machine"), dict):  # others say less of the same machines
+            where = f"{on['cores']} cores of {on['cpu']}, torch {on['torch']}, Python {on['python']}"
+            by_machine.setdefault(where, []).append(name)
+    ordered = sorted(by_machine, key=lambda where: -len(by_machine[where]))
+    words = [where if not at else f"{', '.join(by_machine[where])} on {where}" for at, where in enumerate(ordered)]
     commits = sorted({str(result.get("commit", "unknown")) for result in results.values()})
-    return [f"Measured on {longest}, at {', '.join(commits)}."]
-
-
-def _machine(machine: Any) -> str:
-    if isinstance(machine, dict):
-        return ", ".join(f"{name} {value}" for name, value in machine.items())
-    return str(machine)
+    return [f"Measured on {'; '.join(words) or 'an unknown machine'}; at {', '.join(commits)}."]
 
 
 def write(path: Path, text: str) -> None:
