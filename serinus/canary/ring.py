@@ -40,18 +40,11 @@ class RingNews:
 class MarkedCounts:
     """The counts of several rings at one place in the order of the device's work: on their way to the host."""
 
-    def __init__(self, words_W: Tensor, due: Sequence[int]) -> None:
-        """`words_W`: counts of rings, and behind them those by sequence."""
-        self.due = tuple(due)
+    def __init__(self, words_W: NDArray[np.int64], due: Sequence[int], copied: Any = None) -> None:
+        """`words_W`: counts of rings, behind them those by sequence; there when the event `copied` is, None: now."""
+        self.due = due
         """Slots that had to be checked by then, by ring."""
-        self._copied: Any = None
-        if not words_W.is_cuda:
-            self._words_W = words_W.clone()
-            return
-        self._words_W = torch.empty(words_W.shape, dtype=torch.int64, pin_memory=True)
-        carry_words(self._words_W, words_W)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
+        self._words_W, self._copied = words_W, copied
 
     def of(self, ring: int) -> list[int]:
         """The counts of a ring. Waits until the device has come to that place."""
@@ -60,10 +53,9 @@ class MarkedCounts:
 
     def by_sequence(self) -> NDArray[np.int64]:
         """What that pass checked, by sequence and lane. Waits likewise."""
-        counts_N4: NDArray[np.int64] = self._here()[len(self.due) * _COUNTS :].view(-1, len(StampLane)).numpy()
-        return counts_N4
+        return self._here()[len(self.due) * _COUNTS :].reshape(-1, len(StampLane))
 
-    def _here(self) -> Tensor:
+    def _here(self) -> NDArray[np.int64]:
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
@@ -94,8 +86,7 @@ class RingCounts:
         """Of each ring its violations, then what was checked, by lane."""
         self.by_sequence_N4: Tensor = self._words_W[size:].view(sequences, len(StampLane))
         """Of each sequence of a pass what was checked, by lane."""
-        self._source: NDArray[np.int64] | Tensor = self.counts_RC.numpy() if device == "cpu" else self.counts_RC
-        self._sequences: NDArray[np.int64] | None = self.by_sequence_N4.numpy() if device == "cpu" else None
+        self._here: NDArray[np.int64] | None = None if self._words_W.is_cuda else self._words_W.numpy()
         self._copied: list[list[int]] | None = None
         self.rings: dict[int, Ring] = {}
         """The rings themselves, by number."""
@@ -103,13 +94,21 @@ class RingCounts:
     def mark(self, sequences: int = 0) -> MarkedCounts:
         """The counts as they will be when the device has done what is queued now, the last pass of which is of so many
         sequences. Does not wait."""
-        end = self.counts_RC.numel() + sequences * len(StampLane)
-        return MarkedCounts(self._words_W[:end], [self.rings[i].due for i in range(len(self.counts_RC))])
+        rings = len(self.counts_RC)
+        end, due = rings * _COUNTS + sequences * len(StampLane), [self.rings[index].due for index in range(rings)]
+        if self._here is not None:
+            return MarkedCounts(self._here[:end].copy(), due)
+        words_W = torch.empty(end, dtype=torch.int64, pin_memory=True)
+        carry_words(words_W, self._words_W[:end])
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return MarkedCounts(words_W.numpy(), due, copied)
 
     def by_sequence(self, sequences: int) -> NDArray[np.int64]:
         """What the last pass checked, by sequence and lane. Waits for the device."""
-        if self._sequences is not None:
-            return self._sequences[:sequences]
+        if self._here is not None:
+            begin = self.counts_RC.numel()
+            return self._here[begin : begin + sequences * len(StampLane)].reshape(-1, len(StampLane))
         return self.by_sequence_N4[:sequences].cpu().numpy()
 
     def expire(self) -> None:
@@ -119,7 +118,7 @@ class RingCounts:
     def of(self, ring: int) -> list[int]:
         """The counts of a ring, of the last copy; where that expired it waits for a new one."""
         if self._copied is None:
-            self._copied = self._source.tolist()
+            self._copied = self.counts_RC.tolist()
         return self._copied[ring]
 
 

@@ -13,7 +13,7 @@ this rank, H = its KV heads, D = head size, F = its MLP columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -25,6 +25,7 @@ from serinus.kernels import (
     Gate,
     Kernels,
     LayerDigest,
+    LayerDigests,
     LayersKv,
     LayerSteps,
     PackedLinear,
@@ -120,10 +121,15 @@ class Decoder:
         steps = self._begin_steps(batch, kv, tables, residual_TE)
         if steps is not None:
             return self._run_steps(steps, batch, hook)
+        told: Sequence[LayerDigests] = ()
+        at_once = self._asks_at_once(batch, hook)
         for i, layer in enumerate(self._layers):
             hook.before_layer(i)
+            if at_once and not i:
+                told = hook.layer_digests(batch.attention) or [(None, None)] * len(self._layers)
+            written, digest = told[i] if at_once else (hook.writes(i), None)
             q_TND = self._rotate(
-                i, self._project(x_TE, residual_TE, layer.input_norm_E, layer.qkv), batch, kv[i], hook.writes(i)
+                i, self._project(x_TE, residual_TE, layer.input_norm_E, layer.qkv), batch, kv[i], written
             )
             attention: AttentionBatch = batch.attention
             if i == last and self.shard.is_last and batch.wanted_W is not None and batch.wanted_attention is not None:
@@ -133,7 +139,9 @@ class Decoder:
                 residual_TE = residual_TE.index_select(0, batch.wanted_W)
                 if not len(q_TND):
                     break
-            mixed_TX = self._attend(i, q_TND, kv[i], tables[layer.part], attention, hook.reads(i, attention))
+            if not at_once:
+                digest = hook.reads(i, attention)
+            mixed_TX = self._attend(i, q_TND, kv[i], tables[layer.part], attention, digest)
             x_TE = kernels.linear(mixed_TX, layer.output)
             del q_TND, mixed_TX  # the MLP, which takes most of a step's memory, does without them
             if self.spec.is_parallel:
@@ -187,6 +195,11 @@ class Decoder:
             return None
         slots = {part: batch.slots_of(part) for part in tables}
         return self._decode_layers.begin(kv, tables, batch.attention, batch.positions_T, slots, residual_TE)
+
+    def _asks_at_once(self, batch: ForwardBatch, hook: ForwardHook) -> bool:
+        """Whether all layers of a decode step are told at once what they digest. A CPU's: the host paces it."""
+        is_paced = batch.wanted_W is None and self._kernels.device == "cpu"
+        return is_paced and hook.can_replay(batch.attention.sequence_count)
 
     def _run_steps(self, steps: LayerSteps, batch: ForwardBatch, hook: ForwardHook) -> torch.Tensor:
         """All layers of a decode step by one call, where nothing is awaited or done between them; else one by one."""
