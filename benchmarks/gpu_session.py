@@ -1,7 +1,7 @@
 """All tests or all benchmarks of a GPU in one command: each piece in a process of its own, which is ended at its limit;
 what it had said by then counts. Ends with a line for each piece, and the whole output in files.
 
-    python -m benchmarks.gpu_session tests [--limit 150] [--total 560] [--only NAME ...] [--out FOLDER]
+    python -m benchmarks.gpu_session tests [--limit 480] [--total 560] [--only NAME ...] [--out FOLDER]
     python -m benchmarks.gpu_session tests_of_gpus      (those that need two GPUs)
     python -m benchmarks.gpu_session benchmarks
 
@@ -98,7 +98,7 @@ def _run(piece: Piece, out: Path, limit_s: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=PIECES)
-    parser.add_argument("--limit", type=float, default=150)
+    parser.add_argument("--limit", type=float, default=480)
     parser.add_argument("--total", type=float, default=560)
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--out", type=Path, default=Path("build/gpu_session"))

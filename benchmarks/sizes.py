@@ -126,11 +126,9 @@ def text(found: dict[str, dict[str, float]]) -> dict[str, str]:
     if not found:
         return {"here": "not measured", "beside": ""}
     here = "; ".join(f"{count}: {values['seconds']:.1f} s" for count, values in found.items())
-    beside = "; ".join(
-        f"{count}: {values['prefill_of_floor']:.0%} and {values['decode_of_floor']:.0%}"
-        for count, values in found.items()
-    )
-    return {"here": here, "beside": f"prefill and decode of their floors {beside}"}
+    prefill = "; ".join(f"{count}: {values['prefill_tok_per_s']:.0f}" for count, values in found.items())
+    decode = "; ".join(f"{count}: {values['decode_of_floor']:.0%}" for count, values in found.items())
+    return {"here": here, "beside": f"prefill, tok/s, {prefill}; decode of its floor {decode}"}
 
 
 if __name__ == "__main__":

@@ -48,14 +48,14 @@ class MarkedCounts:
 
     def of(self, ring: int) -> list[int]:
         """The counts of a ring. Waits until the device has come to that place."""
-        row: list[int] = self._here()[ring * _COUNTS : (ring + 1) * _COUNTS].tolist()
+        row: list[int] = self._words()[ring * _COUNTS : (ring + 1) * _COUNTS].tolist()
         return row
 
     def by_sequence(self) -> NDArray[np.int64]:
         """What that pass checked, by sequence and lane. Waits likewise."""
-        return self._here()[len(self.due) * _COUNTS :].reshape(-1, len(StampLane))
+        return self._words()[len(self.due) * _COUNTS :].reshape(-1, len(StampLane))
 
-    def _here(self) -> NDArray[np.int64]:
+    def _words(self) -> NDArray[np.int64]:
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None

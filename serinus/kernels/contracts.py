@@ -335,7 +335,7 @@ class Watch(Protocol):
         `verify`: it is not used in this layer. None: nothing is due."""
 
     def layer_digests(self, batch: AttentionBatch) -> Sequence[LayerDigests]:
-        """What `writes` and `reads` return for all layers, in one call: for a decode step whose layers run at once.
+        """What `writes` and `reads` return for all layers, in one call: for a decode step.
         The same object as in the last pass where all of it is the same. Empty: no KV is digested."""
         ...
 

@@ -122,12 +122,11 @@ class Decoder:
         if steps is not None:
             return self._run_steps(steps, batch, hook)
         told: Sequence[LayerDigests] = ()
-        at_once = self._asks_at_once(batch, hook)
         for i, layer in enumerate(self._layers):
             hook.before_layer(i)
-            if at_once and not i:
-                told = hook.layer_digests(batch.attention) or [(None, None)] * len(self._layers)
-            written, digest = told[i] if at_once else (hook.writes(i), None)
+            if not i and self._asks_at_once(batch, hook):
+                told = hook.layer_digests(batch.attention)
+            written, digest = told[i] if told else (hook.writes(i), None)
             q_TND = self._rotate(
                 i, self._project(x_TE, residual_TE, layer.input_norm_E, layer.qkv), batch, kv[i], written
             )
@@ -139,7 +138,7 @@ class Decoder:
                 residual_TE = residual_TE.index_select(0, batch.wanted_W)
                 if not len(q_TND):
                     break
-            if not at_once:
+            if not told:
                 digest = hook.reads(i, attention)
             mixed_TX = self._attend(i, q_TND, kv[i], tables[layer.part], attention, digest)
             x_TE = kernels.linear(mixed_TX, layer.output)
@@ -197,9 +196,10 @@ class Decoder:
         return self._decode_layers.begin(kv, tables, batch.attention, batch.positions_T, slots, residual_TE)
 
     def _asks_at_once(self, batch: ForwardBatch, hook: ForwardHook) -> bool:
-        """Whether all layers of a decode step are told at once what they digest. A CPU's: the host paces it."""
-        is_paced = batch.wanted_W is None and self._kernels.device == "cpu"
-        return is_paced and hook.can_replay(batch.attention.sequence_count)
+        """Whether the hook is asked at once what all layers of a decode step digest. On a CPU alone: there each call of
+        Python between layers is time of the step."""
+        count = batch.attention.sequence_count
+        return len(batch.tokens_T) == count and self._kernels.device == "cpu" and hook.can_replay(count)
 
     def _run_steps(self, steps: LayerSteps, batch: ForwardBatch, hook: ForwardHook) -> torch.Tensor:
         """All layers of a decode step by one call, where nothing is awaited or done between them; else one by one."""

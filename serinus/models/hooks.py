@@ -44,16 +44,18 @@ class ForwardHook(Protocol):
         """No KV of this layer, old or new, is touched before this returns. Layers come in order, each once a pass."""
 
     def writes(self, layer_index: int) -> WrittenRows | None:
-        """Asked before a layer stores its rows, by every model: where the digests of the values go that it stores.
-        None: nowhere. A model that asks must add them, by `qk_rope_store` or by `digest_values`."""
+        """Asked before a layer stores its rows, by every model that did not ask `layer_digests`: where the digests of
+        the values go that it stores. None: nowhere. A model that asks must add them, by `qk_rope_store` or by
+        `digest_values`."""
 
     def reads(self, layer_index: int, attention: AttentionBatch) -> LayerDigest | None:
         """Asked before attention reads a layer, by models whose attention can digest as it reads: what of it to digest,
         and where its sums go. None: nothing. A model that asks must have it done."""
 
     def layer_digests(self, attention: AttentionBatch) -> Sequence[LayerDigests]:
-        """What `writes` and `reads` say of all layers, asked at once in a pass that `can_replay`. Empty: nothing is
-        digested. The same object as in the last pass where all of it is the same."""
+        """What `writes` and `reads` say of all layers, asked in place of both in a pass that `can_replay`, once the
+        first layer may be touched. Empty: nothing is digested. The same object as in the last pass where all of it is
+        the same."""
         ...
 
     def after(self, batch: ForwardBatch) -> None:

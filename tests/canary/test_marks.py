@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from serinus.canary.ring import Ring, RingCounts
 from serinus.kernels import RING_FIELDS, StampLane
 
@@ -70,3 +72,14 @@ def test_rows_that_a_later_pass_took_are_told_as_lost() -> None:
     news = ring.take()
     assert news is not None
     assert ([row[0] for row in news.rows], news.lost) == ([33], 0)
+
+
+def test_a_mark_keeps_what_its_pass_checked_of_each_sequence() -> None:
+    counts = RingCounts("cpu", 2, 3)
+    for index in range(2):
+        Ring(8, counts, index, by_sequence=not index)
+    counts.by_sequence_N4[:] = torch.arange(12).view(3, 4)
+    mark = counts.mark(2)
+    counts.by_sequence_N4.fill_(9)
+    assert mark.by_sequence().tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert counts.by_sequence(1).tolist() == [[9] * 4]

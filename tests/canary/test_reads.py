@@ -34,8 +34,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 class Moth(NullHook):
     """A hook: KV of one layer is damaged only while that layer is computed."""
 
+    at_once = False
+    """Whether all layers are told at once what they digest: in fp32, where it still acts between them."""
+
     def can_replay(self, room: int) -> bool:
-        return False  # it acts between layers
+        return self.at_once
 
     def __init__(self) -> None:
         self.engine: DirectEngine | None = None
@@ -131,7 +134,7 @@ def fp32(model: Model) -> Model:
     return load_model(load_spec(folder), folder, torch.float32, load("cpu"))
 
 
-@pytest.mark.parametrize("column", ["cpu", "ref", "fp32"])
+@pytest.mark.parametrize("column", ["cpu", "ref", "fp32", "fp32 at once"])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("query", [1, 5, 20], ids=["decode", "few", "chunk"])
 def test_damage_that_only_attention_met_is_found_at_every_layer_half_and_head(
@@ -139,7 +142,8 @@ def test_damage_that_only_attention_met_is_found_at_every_layer_half_and_head(
 ) -> None:
     """It comes when its layer begins and is gone when the next one does: nothing but attention could have seen it."""
     moth = Moth()
-    model = fp32(model) if column == "fp32" else on_ref(model) if column == "ref" else model
+    moth.at_once = column == "fp32 at once"
+    model = fp32(model) if "fp32" in column else on_ref(model) if column == "ref" else model
     engine = engine_of(model, "cpu", moth)
     for layer in range(2):  # behind the last layer the moth has nowhere to leave
         for half in range(2):
@@ -229,9 +233,11 @@ class Breaker(Moth):
             raise ValueError("a pass that broke off")
 
 
-def test_a_pass_that_broke_off_accuses_no_sound_page(model: Model) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_pass_that_broke_off_accuses_no_sound_page(model: Model, at_once: bool) -> None:
     moth = Breaker()
-    engine = engine_of(model, "cpu", moth)
+    moth.at_once = at_once
+    engine = engine_of(fp32(model) if at_once else model, "cpu", moth)
     seqs = [start(engine, 30, seed) for seed in range(3)]
     for seq in seqs:
         engine.step([(seq, 100)])

@@ -138,13 +138,14 @@ def test_under_a_canary_they_stamp_and_find_the_same(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_layers_are_told_at_once_what_they_are_told_one_by_one(
-    checkpoints: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
+    checkpoints: dict[str, Path], family: str, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And by the same object where nothing differs: of layers that see all, decode steps then ask no layer. So it is
     where layers run op by op."""
-    direct, model, _ = engine_of(checkpoints[family], whole=True, real_data="all")
+    direct, model, _ = engine_of(checkpoints[family], whole=whole, real_data="all")
     at_once, told = CanaryHook.layer_digests, []
 
     def both(hook: CanaryHook, attention: AttentionBatch) -> Any:
