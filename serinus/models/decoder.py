@@ -199,7 +199,8 @@ class Decoder:
         """Whether the hook is asked at once what all layers of a decode step digest. On a CPU alone: there each call of
         Python between layers is time of the step."""
         count = batch.attention.sequence_count
-        return len(batch.tokens_T) == count and self._kernels.device == "cpu" and hook.can_replay(count)
+        is_decode = len(batch.tokens_T) == count and batch.wanted_W is None  # all layers read for the same queries
+        return is_decode and self._kernels.device == "cpu" and hook.can_replay(count)
 
     def _run_steps(self, steps: LayerSteps, batch: ForwardBatch, hook: ForwardHook) -> torch.Tensor:
         """All layers of a decode step by one call, where nothing is awaited or done between them; else one by one."""

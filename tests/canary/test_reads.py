@@ -111,7 +111,7 @@ def story(model: Model, column: str, settings: dict[str, Any]) -> tuple[list[Any
     late = start(engine, 40, 9)
     for turn in range(10):
         work = [(seq, 1) for seq in seqs]
-        if turn in (2, 3, 6):
+        if turn in (2, 3, 6, 7):
             work.insert(turn % 3, (late, (11, 1, 3)[turn % 3]))
         if turn % 2:
             seq, layer = rng.choice(seqs), rng.randrange(3)
