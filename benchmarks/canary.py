@@ -104,12 +104,15 @@ def decode_seconds(engines: dict[str, DirectEngine], rounds: int) -> dict[str, l
     return spent
 
 
-def longer(steps: list[float], plain: list[float]) -> tuple[float, list[float]]:
+def overhead(steps: list[float], plain: list[float]) -> dict[str, Any]:
     """How much longer steps are than plain ones of the same turns: of each phase of the rotation the median, and of
     these the mean. And quartiles over whole rotations, which say how sure that is."""
     ratios = np.array(steps).reshape(-1, STRIDE) / np.array(plain).reshape(-1, STRIDE) - 1
-    quartiles = np.percentile(ratios.mean(1), (25, 50, 75)).tolist()
-    return round(float(np.median(ratios, 0).mean()), 4), [round(each, 4) for each in quartiles]
+    quartiles = np.percentile(ratios.mean(1), (25, 50, 75))
+    return {
+        "decode_overhead": round(float(np.median(ratios, 0).mean()), 4),
+        "quartiles": quartiles.round(4).tolist(),
+    }
 
 
 def end_seconds(engine: DirectEngine, rounds: int) -> float:
@@ -274,8 +277,7 @@ def main() -> None:
     assert not any(engine.violations for engine in engines.values()), "a violation, expected none"
     modes = {
         mode: {
-            "decode_overhead": (found := longer(decode[mode], decode["none"]))[0],
-            "quartiles": found[1],
+            **overhead(decode[mode], decode["none"]),
             "goal": goal,
             "prefill_overhead": round(prefill[mode] / prefill["none"] - 1, 4),
         }

@@ -1,11 +1,12 @@
 """All tests or all benchmarks of a GPU in one command: each piece in a process of its own, which is ended at its limit;
 what it had said by then counts. Ends with a line for each piece, and the whole output in files.
 
-    python -m benchmarks.gpu_session tests [--limit 480] [--total 560] [--only NAME ...] [--out FOLDER]
+    python -m benchmarks.gpu_session tests [--limit SECONDS] [--total 560] [--only NAME ...] [--out FOLDER]
     python -m benchmarks.gpu_session tests_of_gpus      (those that need two GPUs)
     python -m benchmarks.gpu_session benchmarks
 
-`--total`: seconds for all pieces; those that have none left are named, for a call with `--only`.
+`--limit`: seconds for a piece, by default 480 of tests and 150 of benchmarks. `--total`: seconds for all pieces; those
+that have none left are named, for a call with `--only`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ BENCHMARKS = {
     "canary_step": "canary_gpu_step", "load": "gpu_load",
 }  # fmt: skip
 _GRACE_S = 5.0
+_LIMITS_S = {"tests": 480.0, "tests_of_gpus": 480.0, "benchmarks": 150.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +100,14 @@ def _run(piece: Piece, out: Path, limit_s: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=PIECES)
-    parser.add_argument("--limit", type=float, default=480)
+    parser.add_argument("--limit", type=float)
     parser.add_argument("--total", type=float, default=560)
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--out", type=Path, default=Path("build/gpu_session"))
     given = parser.parse_args()
     pieces = [each for each in PIECES[given.what] if not given.only or each.name in given.only]
-    told = run_pieces(pieces, given.out, limit_s=given.limit, total_s=given.total)
+    limit_s = _LIMITS_S[given.what] if given.limit is None else given.limit
+    told = run_pieces(pieces, given.out, limit_s=limit_s, total_s=given.total)
     print("\n".join(told))
     return int(not all(": ok" in line or ": no test" in line for line in told))
 

@@ -56,7 +56,7 @@ def measure(name: str, path: Path, threads: int, rounds: int) -> dict[str, float
     """One row, in this process: the best of the rounds."""
     torch.set_num_threads(threads)
     settings = {
-        "model_path": str(path), "max_total_tokens": 8192, "max_step_ms": 0, "threads": threads,
+        "model_path": str(path), "device": "cpu", "max_total_tokens": 8192, "max_step_ms": 0, "threads": threads,
         "decode_log_interval": 0,
         "context_length": 1024, "skip_tokenizer_init": True,
     }  # fmt: skip
@@ -85,7 +85,7 @@ def measure(name: str, path: Path, threads: int, rounds: int) -> dict[str, float
 def row(name: str, folder: Path, threads: int, rounds: int) -> dict[str, float]:
     """`measure` in a process of its own."""
     command = [sys.executable, __file__, "--row", name, str(threads), "--rounds", str(rounds), "--folder", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=SECONDS_MAX, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     print(f"{name}, {threads} threads: {found}", file=sys.stderr, flush=True)
