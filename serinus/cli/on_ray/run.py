@@ -196,6 +196,7 @@ class _Group:
     def _become(self, role: str, count: int) -> None:
         """Add engines of a role, or let some leave: those that are not ready first, then the last that came."""
         staying = [each for each in self._engines if each.kind == role and each.stays]
+        staying.reverse()
         for engine in sorted(staying, key=lambda each: each.state is State.READY)[: max(0, len(staying) - count)]:
             engine.leave()
         taken = {each.name for each in self._engines}
