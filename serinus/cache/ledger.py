@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import itemgetter
 from typing import NoReturn
 
 import numpy as np
@@ -363,13 +364,12 @@ class PageLedger:
 
     def history(self, page: int) -> str:
         """The last operation that brought `page` into each state, oldest first, its handoff and its holds."""
-        log = list(self._log)
-        starts = [entry[0] for entry in log]
-        lines = []
-        for state, operation in sorted(zip(PageState, self._entered_SP[:, page].tolist(), strict=True), key=_second):
+        log, lines = self._log, []
+        entered = zip(PageState, self._entered_SP[:, page].tolist(), strict=True)
+        for state, operation in sorted(entered, key=itemgetter(1)):
             if not operation:
                 continue
-            at = bisect_right(starts, operation) - 1
+            at = bisect_right(log, operation, key=itemgetter(0)) - 1
             if at >= 0:
                 _, verb, source, target = log[at]
                 lines.append(f"#{operation} {verb}: {self.describe(source)} -> {self.describe(target)}")
@@ -477,7 +477,3 @@ class PageLedger:
         end = self.free_pages + len(pages)
         self._stack[self.free_pages : end] = pages[::-1]
         self.free_pages = end
-
-
-def _second(pair: tuple[PageState, int]) -> int:
-    return pair[1]

@@ -45,6 +45,8 @@ class Targets:
     """By pool: its memory as [pages, bytes] of each lane."""
     pools: list[Any] = field(default_factory=list)
     """Objects with functions that copy."""
+    copies: int = 0
+    """A fault of such a function spoils so many copies; 0: all, until it ends."""
     tables: list[NDArray[np.int32]] = field(default_factory=list)
     files: Callable[[], list[Path]] = list
     segments: list[Path] = field(default_factory=list)
@@ -276,8 +278,9 @@ def _segment(targets: Targets, rng: Rng) -> Act | None:
 class _Mover:
     """Stands before the functions of a pool that copy pages, for as long as a fault lasts."""
 
-    def __init__(self, pool: Any, lanes: list[Bytes], wrong: Callable[[_Move], Any]) -> None:
-        self._pool, self._lanes, self._wrong = pool, lanes, wrong
+    def __init__(self, pool: Any, lanes: list[Bytes], wrong: Callable[[_Move], tuple[Any, bool]], copies: int) -> None:
+        """`wrong`: copies, and says whether it spoilt anything; `copies`: see Targets."""
+        self._pool, self._lanes, self._wrong, self._left = pool, lanes, wrong, copies
 
     def begin(self) -> None:
         for name in _MOVERS:
@@ -286,7 +289,12 @@ class _Mover:
     def _moved(self, original: Callable[..., Any], name: str, pages: Any, *rest: Any, **more: Any) -> Any:
         inward = name in ("copy_in", "copy_stamps_in", "write_pages") or bool([*rest, False, False][2] is True)
         call = partial(original, self._pool)
-        return self._wrong(_Move(lambda now: call(now, *rest, **more), np.asarray(pages), inward, self._lanes))
+        move = _Move(lambda now: call(now, *rest, **more), np.asarray(pages), inward, self._lanes)
+        found, is_spoilt = self._wrong(move)
+        self._left -= is_spoilt
+        if is_spoilt and self._left == 0:
+            self.end()
+        return found
 
     def end(self) -> None:
         for name in _MOVERS:
@@ -311,9 +319,11 @@ class _Move:
             lane[pages] = each
 
 
-def _moving(targets: Targets, rng: Rng, wrong: Callable[[_Move], Any], end: Callable[[], None] = lambda: None) -> Act:
+def _moving(
+    targets: Targets, rng: Rng, wrong: Callable[[_Move], tuple[Any, bool]], end: Callable[[], None] = lambda: None
+) -> Act:
     at = rng.randrange(len(targets.pools))
-    mover = _Mover(targets.pools[at], targets.pages[at], wrong)
+    mover = _Mover(targets.pools[at], targets.pages[at], wrong, targets.copies)
 
     def ended() -> None:
         mover.end()
@@ -327,13 +337,13 @@ def _mover_wrong(targets: Targets, rng: Rng) -> Act | None:
     """One page in four is taken for the one beside it, wherever it is copied."""
     lost = rng.randrange(4)
 
-    def wrong(move: _Move) -> Any:
+    def wrong(move: _Move) -> tuple[Any, bool]:
         pages = move.pages.copy()
         beside = pages ^ 1
         is_one = (beside > 0) & (beside < len(move.lanes[0]))
         mistaken = (pages % 4 == lost) & is_one & ~np.isin(beside, pages)
         pages[mistaken] = beside[mistaken]
-        return move.run(pages)
+        return move.run(pages), bool(mistaken.any())
 
     return _moving(targets, rng, wrong)
 
@@ -343,13 +353,13 @@ def _mover_not(targets: Targets, rng: Rng) -> Act | None:
     """One page in four does not come, where pages come into a pool, and is said to have come."""
     lost = rng.randrange(4)
 
-    def wrong(move: _Move) -> Any:
+    def wrong(move: _Move) -> tuple[Any, bool]:
         pages = move.pages[move.pages % 4 == lost]
         before = move.bytes_of(pages)
         found = move.run(move.pages)
         if move.inward:
             move.put(pages, before)
-        return found
+        return found, move.inward and bool(len(pages))
 
     return _moving(targets, rng, wrong)
 
@@ -370,7 +380,7 @@ def _later(targets: Targets, rng: Rng, *, first: bool) -> Act:
     wait_s = rng.uniform(0.001, 0.03)
     timers: list[threading.Timer] = []
 
-    def wrong(move: _Move) -> Any:
+    def wrong(move: _Move) -> tuple[Any, bool]:
         before = move.bytes_of(move.pages)
         found = move.run(move.pages)
         if move.inward:
@@ -379,7 +389,7 @@ def _later(targets: Targets, rng: Rng, *, first: bool) -> Act:
                 move.put(move.pages, before)
             timers.append(threading.Timer(wait_s, move.put, (move.pages, after)))
             timers[-1].start()
-        return found
+        return found, move.inward
 
     def end() -> None:
         for timer in timers:

@@ -5,6 +5,7 @@ transformers: a mixture of experts, and latent attention with experts."""
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache, partial
@@ -369,7 +370,7 @@ class Pair(_Base):
 
 
 def _files_of(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
+    return [Path(top, name) for top, _, names in os.walk(folder) for name in names]
 
 
 def _segments() -> list[Path]:

@@ -5,6 +5,7 @@
 Two pairs of a prefill and a decode engine, both with host tiers and files, get the same prompts in turns of some
 seconds. One is left alone; in the memory, tables and files of the other, or in what moves its pages, a thread causes a
 fault each second (adversary_sites.py), which knows nothing of the canary. Mode heal, `rotating:16`, streams and others.
+A fault of what moves pages spoils one copy of pages; with `--copies 0` all, until the next fault comes.
 
 Printed: tokens a second of both, and their ratio by the CPU time of the engines' thread too (the thread that causes
 faults takes its own share of the machine); violations (a wrong slot is one for each of its stamps and each reader),
@@ -25,6 +26,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -153,13 +155,14 @@ class Load:
 class Strikes:
     """A thread that causes a fault each second while it is let."""
 
-    def __init__(self, load: Load, sites: Sequence[str], seed: int, every_s: float) -> None:
+    def __init__(self, load: Load, sites: Sequence[str], seed: int, every_s: float, copies: int) -> None:
+        """`copies`: as Targets has it."""
         self.count = 0
         self.cpu_s = 0.0
         """What its thread took: with one lock of the interpreter, the engines stand still meanwhile."""
         self.by_site = dict.fromkeys(sites, 0)
         self.latest: deque[str] = deque(maxlen=12)
-        self._load, self._rng, self._every_s = load, Rng(seed), every_s
+        self._load, self._rng, self._every_s, self._copies = load, Rng(seed), every_s, copies
         self._act: Act | None = None
         self._may, self._ends = threading.Event(), threading.Event()
         self._error: BaseException | None = None
@@ -200,7 +203,7 @@ class Strikes:
             if self._ends.is_set():
                 return
             name = self._rng.choice(tuple(self.by_site))
-            act = SITES[name].draw(self._load.world.targets(), self._rng)
+            act = SITES[name].draw(replace(self._load.world.targets(), copies=self._copies), self._rng)
             if act is None:
                 continue
             earlier, self._act = self._act, act
@@ -215,7 +218,7 @@ class Strikes:
 
 def soak(
     home: Path, minutes: float, seed: int, turn_s: float, every_s: float, say: Callable[[str], None], *,
-    sites: Sequence[str] = tuple(_NAMES), account: bool = False,
+    sites: Sequence[str] = tuple(_NAMES), copies: int = 1, account: bool = False,
 ) -> float:  # fmt: skip
     """The struck pair's share of the other's tokens a second. Raises AssertionError, InvariantError: see `Load`."""
     toy = make_canary_toy(home / "toy", "both")
@@ -227,7 +230,7 @@ def soak(
         load.tokens, load.seconds, load.cpu_s = 0, 0.0, 0.0
     until, told, shown = time.monotonic() + 60 * minutes, time.monotonic(), 0
     with ExitStack() as stack:
-        strikes = stack.enter_context(Strikes(struck, sites, seed, every_s))
+        strikes = stack.enter_context(Strikes(struck, sites, seed, every_s, copies))
         if account:
             drivers = struck.world.pair.prefill, struck.world.pair.decode
             struck.accounts = stack.enter_context(accounts_of(drivers, Counter()))
@@ -287,13 +290,15 @@ def main() -> int:
     parser.add_argument("--turn-s", type=float, default=5.0, help="how long each pair has the machine at a time")
     parser.add_argument("--share", type=float, default=0.8)
     parser.add_argument("--site", choices=tuple(_NAMES), action="append", help="these alone")
+    parser.add_argument("--copies", type=int, default=1, help="that a fault of a mover spoils; 0 = all until the next")
     parser.add_argument("--account", action="store_true", help="hold horizons against account.py; slower")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as home:
         share = soak(
             Path(home), options.minutes, options.seed, options.turn_s, options.every_s,
-            lambda line: print(line, flush=True),
+            lambda line: print(line, flush=True), sites=options.site or _NAMES, copies=options.copies,
+            account=options.account,
         )  # fmt: skip
     print(f"share {share:.2f}, expected {options.share}: {'ok' if share >= options.share else 'TOO LITTLE'}")
     return int(share < options.share)
