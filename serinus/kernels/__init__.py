@@ -10,6 +10,7 @@ from serinus.kernels.canary import RING_FIELDS, SEQUENCES, DuePages, Reason, Sta
 from serinus.kernels.contracts import (
     ExpertGate,
     Gate,
+    LatentHeads,
     LayerDigest,
     LayerDigests,
     LayersKv,
@@ -43,6 +44,7 @@ __all__ = [
     "Gate",
     "GatheredRows",
     "Kernels",
+    "LatentHeads",
     "LayerDigest",
     "LayerDigests",
     "LayerSteps",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -219,6 +220,23 @@ class WatchedAttention(Protocol):
     ) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentHeads:
+    """What heads make of latents, R elements each, in latent attention. N = heads, P and V = elements of a head's plain
+    key (the part that is not rotated) and value."""
+
+    key_NPR: Tensor
+    """What makes plain keys of a latent."""
+    value_NRV: Tensor
+    """What makes values of a latent."""
+    plain_TNP: Tensor | None = None
+    """Queries without what is rotated, before they were brought into the space of rows; None: keys are not made."""
+
+    def values(self, mixed_TNR: Tensor) -> Tensor:
+        """[T, N, V], strided, of the latents that heads have summed up."""
+        return torch.bmm(mixed_TNR.transpose(0, 1), self.value_NRV).transpose(0, 1)
+
+
 class LatentAttention(Protocol):
     """The signature of latent_attention."""
 
@@ -231,6 +249,7 @@ class LatentAttention(Protocol):
         batch: AttentionBatch,
         scale: float,
         digest: LayerDigest | None = None,
+        heads: LatentHeads | None = None,
     ) -> Tensor: ...
 
 

@@ -1,9 +1,9 @@
 """Latent attention of one layer on one rank: projections absorbed, so that all heads attend over the rows as stored.
 
 Scores of a head are those of its query against keys W_uk c of the latent c: equal to the query times W_uk against c
-itself. Its output is W_uv times the shares' sum of latents. So keys and values of heads are never made, in decoding nor
-for prompts; a prompt chunk costs more arithmetic by it than with keys and values (rank + rotated against plain +
-rotated elements a score), and no memory beside the rows.
+itself. Its output is W_uv times the shares' sum of latents. So keys and values of heads need not be made, and in
+decoding never are. A score takes more arithmetic by it (rank + rotated against plain + rotated elements), so they are
+made for long chunks of prompts; on a GPU not.
 
 Shapes: T = tokens of the step, N = query heads of this rank, R = rank of the latent, P = plain, O = rotated and
 V = value elements of a head, W = R + O, S = slots, F = O / 2.
@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from serinus.kernels import Kernels, LayerWeights, PackedLinear, WrittenRows
+from serinus.kernels import Kernels, LatentHeads, LayerWeights, PackedLinear, WrittenRows
 from serinus.models.latent import LatentSpec
 
 _EPS: Final = 1e-6
@@ -44,8 +44,9 @@ class Latent:
     def queries(
         self, kernels: Kernels, layer: LayerWeights, mixed_TX: Tensor, positions_T: Tensor, pool_S1W: Tensor,
         slots_T: Tensor, written: WrittenRows | None, scale: float,
-    ) -> Tensor:  # fmt: skip
-        """Queries in the space of the rows, [T, N, W]; rows go to the pool, their digests to `written`.
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Queries in the space of the rows, [T, N, W], and on a CPU their plain part as it was, [T, N, P]; rows go to
+        the pool, their digests to `written`.
 
         `mixed_TX`: what `layer.qkv` gave; `scale`: what rows are divided by in the pool.
         """
@@ -55,8 +56,8 @@ class Latent:
             first_TX = kernels.linear(kernels.rms_norm(first_TX.contiguous(), self.query_norm_Q, _EPS), self.query)
         queries_TNX = first_TX.view(count, -1, spec.query)
         out_TNW = queries_TNX.new_empty((count, queries_TNX.shape[1], spec.row))
-        plain_NTP = queries_TNX[:, :, : spec.plain].transpose(0, 1)
-        torch.bmm(plain_NTP, self.key_NPR, out=out_TNW[:, :, : spec.rank].transpose(0, 1))
+        plain_TNP = queries_TNX[:, :, : spec.plain]
+        torch.bmm(plain_TNP.transpose(0, 1), self.key_NPR, out=out_TNW[:, :, : spec.rank].transpose(0, 1))
         norm_R = self.row_norm_R
         if scale != 1.0:
             norm_R = norm_R / scale
@@ -65,8 +66,8 @@ class Latent:
             rows_TW, norm_R, _EPS, queries_TNX, layer.cos_PF, layer.sin_PF, positions_T, pool_S1W, slots_T,
             out_TNW, written,
         )  # fmt: skip
-        return out_TNW
+        return (out_TNW, plain_TNP) if kernels.device == "cpu" else (out_TNW,)
 
-    def values(self, mixed_TNR: Tensor) -> Tensor:
-        """What heads add, [T, N * V], of the latents that they have summed up."""
-        return torch.bmm(mixed_TNR.transpose(0, 1), self.value_NRV).transpose(0, 1).flatten(1)
+    def heads(self, plain_TNP: Tensor | None = None) -> LatentHeads:
+        """What attention is told of the heads, beside queries in the space of the rows."""
+        return LatentHeads(key_NPR=self.key_NPR, value_NRV=self.value_NRV, plain_TNP=plain_TNP)

@@ -49,7 +49,7 @@ _GROUPED = {
 }
 _DEEPSEEK = {
     **_GROUPED,
-    "kv_lora_rank": 32,
+    "kv_lora_rank": 64,
     "q_lora_rank": 48,
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 16,

@@ -84,10 +84,13 @@ def test_a_prompt_computed_elsewhere_goes_on_as_if_computed_here(
 ) -> None:
     model = models[family]
     prompts = [list(range(1, 90)), [*range(1, 60), *range(100, 140)]]
-    settings = {"skip_tokenizer_init": True, "dtype": "bfloat16", "kv_cache_dtype": kind, "max_total_tokens": 2048}
+    settings = {
+        "skip_tokenizer_init": True, "dtype": "bfloat16", "kv_cache_dtype": kind, "max_total_tokens": 2048,
+        "chunked_prefill_size": 32,
+    }  # fmt: skip
     with LLM(str(model), **settings, disable_radix_cache=True) as alone:
         expected = answers(alone, prompts)
-    both = EnginePair(model, **settings, chunked_prefill_size=32, kv_canary="raise", kv_canary_real_data="all")
+    both = EnginePair(model, **settings, kv_canary="raise", kv_canary_real_data="all")
     for rid, prompt in enumerate(prompts):
         both.add(str(rid), prompt, 5)
         both.run_until_idle()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import FP8_FORMATS, AttentionBatch, Kernels, LayerDigest, WrittenRows
+from serinus.kernels import FP8_FORMATS, AttentionBatch, Kernels, LatentHeads, LayerDigest, WrittenRows
+from serinus.kernels.cpu.latent_attention import pays
 from serinus.kernels.fp8 import stored_as
 from serinus.kernels.packed import PackedFactors
 
@@ -66,6 +69,44 @@ def test_a_chunk_that_goes_in_pieces_is_the_same(cpu: Kernels, monkeypatch: pyte
     assert torch.allclose(cpu.latent_attention(q, pool, VALUE, table, batch, SCALE), whole, atol=1e-6)
 
 
+def heads_of(dtype: torch.dtype, tokens: int, plain: int, value: int) -> LatentHeads:
+    chance = torch.Generator().manual_seed(7)
+    plain_TNP, key_NPR, value_NRV = (
+        torch.randn(shape, generator=chance).to(dtype)
+        for shape in ((tokens, HEADS, plain), (HEADS, plain, VALUE), (HEADS, VALUE, value))
+    )
+    return LatentHeads(key_NPR=key_NPR / 4, value_NRV=value_NRV / 4, plain_TNP=plain_TNP)
+
+
+@pytest.mark.parametrize(("plain", "value"), [(3, 2), (2, 7), (4, 12)])
+@pytest.mark.parametrize(("dtype", "apart"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
+def test_heads_that_make_keys_and_values_of_rows_say_what_those_say_that_attend_over_rows(
+    ref: Kernels,
+    cpu: Kernels,
+    dtype: torch.dtype,
+    apart: float,
+    plain: int,
+    value: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the longest chunk alone keys are made, and of all heads at once or of one after the other. The latents that
+    heads sum up, and the values that these make, are those by hand."""
+    q, pool, table, batch = case(dtype)
+    heads = heads_of(dtype, len(q), plain, value)
+    q[:, :, :VALUE] = torch.einsum("tnp,npr->tnr", heads.plain_TNP, heads.key_NPR)
+    wanted = torch.einsum("tnr,nrv->tnv", by_hand(q, pool, table, batch), heads.value_NRV.double())
+    assert [pays(count, WIDTH, heads) for count in FRESH] == [False, False, True]
+    for room in (1 << 20, 1):
+        monkeypatch.setattr("serinus.kernels.cpu.latent_attention._KEYS", room)
+        for ops in (ref, cpu):
+            found = ops.latent_attention(q, pool, VALUE, table, batch, SCALE, None, heads)
+            assert (found.shape, found.dtype) == ((len(q), HEADS, value), dtype)
+            assert float((found.double() - wanted).abs().max()) < apart
+    lost = replace(heads, key_NPR=heads.key_NPR * 2)  # keys are made of the chunk's rows, of no others
+    changed = (cpu.latent_attention(q, pool, VALUE, table, batch, SCALE, None, lost) != found).flatten(1).any(1)
+    assert changed.tolist() == [False, False, *[True] * (FRESH[2])]
+
+
 def test_what_is_due_is_digested_of_the_rows_that_were_gathered(either: Kernels) -> None:
     q, pool, table, batch = case(torch.bfloat16)
     factors = torch.from_numpy(digest_coefficients([0], [0], WIDTH, 2, partial=False, halves=1))[0]
@@ -76,8 +117,9 @@ def test_what_is_due_is_digested_of_the_rows_that_were_gathered(either: Kernels)
     digest = LayerDigest(
         factors=PackedFactors(factors=factors, bias=None, plain_22W=factors), due_7B=due, sums_P22E=sums, page_size=PAGE
     )
-    with_it = either.latent_attention(q, pool, VALUE, table, batch, SCALE, digest)
-    assert torch.equal(with_it, either.latent_attention(q, pool, VALUE, table, batch, SCALE))
+    heads = heads_of(torch.bfloat16, len(q), 3, 2)
+    with_it = either.latent_attention(q, pool, VALUE, table, batch, SCALE, digest, heads)
+    assert torch.equal(with_it, either.latent_attention(q, pool, VALUE, table, batch, SCALE, None, heads))
     wanted = either.canary_digest([(pool,)], table[3, :17].long(), factors[None])[:, 0]
     low, high = (sums[0, 0, i, :17].long() & 0xFFFFFFFF for i in range(2))
     assert torch.equal(low | high << 32, wanted)

@@ -30,7 +30,7 @@ def test_prefill_here_and_decode_there_give_the_log_probabilities_of_transformer
 
 def test_a_row_of_kv_is_one_head_of_part_latent_and_scores_have_the_temperature_of_yarn(tmp_path: Path) -> None:
     spec = load_spec(make_checkpoint(tmp_path, "deepseek_v2_lite", tokenizer=False))
-    assert (spec.kv_head_count, spec.head_size) == (1, 32 + 16)
+    assert (spec.kv_head_count, spec.head_size) == (1, 64 + 16)
     assert spec.parts == (Part.FULL, Part.LATENT)
     assert set(spec.layer_parts) == {Part.LATENT}
     assert spec.attention_scale == pytest.approx(40**-0.5 * (0.1 * 0.707 * 1.3862943611 + 1) ** 2)

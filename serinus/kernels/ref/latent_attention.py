@@ -12,7 +12,7 @@ from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.checks import check_latent_attention
-from serinus.kernels.contracts import LayerDigest
+from serinus.kernels.contracts import LatentHeads, LayerDigest
 from serinus.kernels.ref.paged_attention import attend
 from serinus.kernels.ref.watched_attention import GatheredRows
 
@@ -27,6 +27,7 @@ def latent_attention(
     batch: AttentionBatch,
     scale: float,
     digest: LayerDigest | None = None,
+    heads: LatentHeads | None = None,
 ) -> Tensor:
     """softmax(scale * q row) value for every token over the positions of its own sequence up to its own.
 
@@ -37,7 +38,9 @@ def latent_attention(
         value_size: elements of a row that are the value, the first ones.
         req_to_token_RC, batch, scale: as `paged_attention` takes them.
         digest: as `watched_attention` takes it, of one half; None = attention alone.
-    Returns: [T, N, V], dtype of q; scores, softmax and sums in fp32.
+        heads: what they make of latents; a column may then make keys and values of rows for prompts, which is less
+            arithmetic for each score.
+    Returns: [T, N, V], dtype of q; scores, softmax and sums in fp32. With `heads` the values that these make of it.
     Raises:
         ValueError: shapes or dtypes disagree, the pool or the table is strided, or the digest is of others.
     Cost: one read of each sequence's rows.
@@ -45,7 +48,8 @@ def latent_attention(
     check_latent_attention(q_TNW, pool_S1W, value_size, req_to_token_RC, batch, digest)
     gathered = None if digest is None else LatentRows(digest, batch.sequence_count)
     values_S1V = pool_S1W[..., :value_size]
-    return attend(q_TNW, pool_S1W, values_S1V, req_to_token_RC, batch, scale, None, None, None, gathered)
+    mixed_TNV = attend(q_TNW, pool_S1W, values_S1V, req_to_token_RC, batch, scale, None, None, None, gathered)
+    return mixed_TNV if heads is None else heads.values(mixed_TNV)
 
 
 class LatentRows(GatheredRows):

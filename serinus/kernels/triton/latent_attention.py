@@ -22,7 +22,7 @@ from torch import Tensor
 
 from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.checks import check_latent_attention
-from serinus.kernels.contracts import LayerDigest
+from serinus.kernels.contracts import LatentHeads, LayerDigest
 from serinus.kernels.fp8 import FP8_FORMATS
 from serinus.kernels.pool_rows import page_gap, slot_count
 from serinus.kernels.triton.decode_attention import ROWS_LEAST, dot, head_block, load_rows, load_slots
@@ -65,7 +65,7 @@ def cut_of(pairs: int, itemsize: int, *, alone: bool, is_fp8: bool = False) -> L
 
 def latent_attention(
     q_TNW: Tensor, pool_S1W: Tensor, value_size: int, req_to_token_RC: Tensor, batch: AttentionBatch, scale: float,
-    digest: LayerDigest | None = None,
+    digest: LayerDigest | None = None, heads: LatentHeads | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of every token over its own sequence; entries of the table that name no slot of the pool are read as
     slot 0. Cost: one read of each sequence's rows for every 64 pairs of a query and a head (32 over FP8), and one of
@@ -80,7 +80,7 @@ def latent_attention(
         attend(*inputs, alone=True)
     if digest is not None:
         digest_beside((pool_S1W,), req_to_token_RC, batch, digest, is_read=False, window=None)
-    return out_TNV
+    return out_TNV if heads is None else heads.values(out_TNV)
 
 
 def attend(
