@@ -15,7 +15,6 @@ from serinus.kernels.contracts import (
     LayersKv,
     RowSampling,
     Tiling,
-    TopTokens,
     Watch,
     WatchPlan,
     WrittenRows,
@@ -28,11 +27,10 @@ from serinus.kernels.pool_rows import put_rows, row_elements, row_of, rows_of, s
 from serinus.kernels.quantized import E2M1_TWICE, QuantizedWeight
 from serinus.kernels.ref.canary import digest_values
 from serinus.kernels.ref.watched_attention import GatheredRows
-from serinus.kernels.registry import COLUMNS, Kernels, load, warm
+from serinus.kernels.registry import Kernels, load, warm
 from serinus.kernels.words import carry_words
 
 __all__ = [
-    "COLUMNS",
     "E2M1_TWICE",
     "FP8_FORMATS",
     "RING_FIELDS",
@@ -55,7 +53,6 @@ __all__ = [
     "RowSampling",
     "StampLane",
     "Tiling",
-    "TopTokens",
     "Watch",
     "WatchPlan",
     "WrittenRows",
