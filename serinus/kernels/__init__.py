@@ -28,6 +28,7 @@ from serinus.kernels.quantized import E2M1_TWICE, QuantizedWeight
 from serinus.kernels.ref.canary import digest_values
 from serinus.kernels.ref.watched_attention import GatheredRows
 from serinus.kernels.registry import Kernels, load, warm
+from serinus.kernels.splitmix import shift_right, splitmix
 from serinus.kernels.words import carry_words
 
 __all__ = [
@@ -67,8 +68,10 @@ __all__ = [
     "row_elements",
     "row_of",
     "rows_of",
+    "shift_right",
     "slot_count",
     "slots_in",
+    "splitmix",
     "stamp_lanes",
     "warm",
 ]
