@@ -8,9 +8,8 @@ TierController   copies between device and host, write policies, storage (tiers.
 
 from serinus.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from serinus.cache.kept_copies import CheckedCopies
-from serinus.cache.ledger import LEGAL_MOVES, PageCounts, PageLedger, Pages, PageState
+from serinus.cache.ledger import PageCounts, PageLedger, Pages, PageState
 from serinus.cache.node import Lease, Tier
-from serinus.cache.policy import WRITE_POLICIES, WritePolicy
 from serinus.cache.ports import PageMover, PageStorage
 from serinus.cache.prefix import PrefixCache
 from serinus.cache.results import (
@@ -18,24 +17,17 @@ from serinus.cache.results import (
     CacheNews,
     CacheStats,
     Condemned,
-    HostCopy,
     Insertion,
-    Loaded,
     LoadPlan,
     Match,
-    NodeView,
     PartGeometry,
-    PoolStats,
     PrefetchState,
     Probe,
     ResidentSlots,
     RowView,
-    TreeView,
 )
 
 __all__ = [
-    "LEGAL_MOVES",
-    "WRITE_POLICIES",
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
@@ -44,14 +36,11 @@ __all__ = [
     "CacheStats",
     "CheckedCopies",
     "Condemned",
-    "HostCopy",
     "Insertion",
     "KvEvent",
     "Lease",
     "LoadPlan",
-    "Loaded",
     "Match",
-    "NodeView",
     "PageCounts",
     "PageLedger",
     "PageMover",
@@ -59,13 +48,10 @@ __all__ = [
     "PageStorage",
     "Pages",
     "PartGeometry",
-    "PoolStats",
     "PrefetchState",
     "PrefixCache",
     "Probe",
     "ResidentSlots",
     "RowView",
     "Tier",
-    "TreeView",
-    "WritePolicy",
 ]

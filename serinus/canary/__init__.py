@@ -25,14 +25,14 @@ from serinus.canary.commands import (
 )
 from serinus.canary.faults import LeadFaults
 from serinus.canary.host_check import HostCheck
-from serinus.canary.incidents import Incident, IncidentLog
-from serinus.canary.judge import ArrivalVerdict, RowsVerdict, Verdict
+from serinus.canary.incidents import Incident
+from serinus.canary.judge import ArrivalVerdict, Verdict
 from serinus.canary.lead import CanaryLead, perturb
 from serinus.canary.make import make_canary_lead, make_canary_rank
-from serinus.canary.rank import CanaryRank, TokenOracle
+from serinus.canary.rank import CanaryRank
 from serinus.canary.ring import CanaryMark
 from serinus.canary.settings import CheckSettings
-from serinus.canary.violation import Violation, ViolationLog, launch_tag, reason_names
+from serinus.canary.violation import Violation, launch_tag, reason_names
 
 __all__ = [
     "CANARY_COMMANDS",
@@ -47,16 +47,12 @@ __all__ = [
     "HostCheck",
     "HostFindings",
     "Incident",
-    "IncidentLog",
     "LeadFaults",
     "RingOverflow",
-    "RowsVerdict",
     "StartCanary",
     "SweepSlots",
-    "TokenOracle",
     "Verdict",
     "Violation",
-    "ViolationLog",
     "launch_tag",
     "make_canary_lead",
     "make_canary_rank",

@@ -219,10 +219,9 @@ class CanaryRank:
         were verified (by_part). None: nothing is checked. Waits as `found`."""
         if not self._is_started:
             return None
-        if mark is not None:
-            return by_part({part: counts.by_sequence() for part, counts in mark.counts.items()}, len(mark.rids))
-        count = len(self._passes[-1][1])
-        return by_part({part: lanes.counts.by_sequence(count) for part, lanes in self.parts.items()}, count)
+        count = len(self._passes[-1][1]) if mark is None else len(mark.rids)
+        counts = {part: lanes.counts.mark(count) for part, lanes in self.parts.items()} if mark is None else mark.counts
+        return by_part({part: marked.by_sequence() for part, marked in counts.items()}, count)
 
     # ---- commands -----------------------------------------------------------------------------------------------
 

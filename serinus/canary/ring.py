@@ -87,7 +87,8 @@ class RingCounts:
         self.by_sequence_N4: Tensor = self._words_W[size:].view(sequences, len(StampLane))
         """Of each sequence of a pass what was checked, by lane."""
         self._here: NDArray[np.int64] | None = None if self._words_W.is_cuda else self._words_W.numpy()
-        self._copied: list[list[int]] | None = None
+        self._latest: MarkedCounts | None = None
+        """Of the last reading without a mark."""
         self.rings: dict[int, Ring] = {}
         """The rings themselves, by number."""
 
@@ -104,22 +105,15 @@ class RingCounts:
         copied.record()
         return MarkedCounts(words_W.numpy(), due, copied)
 
-    def by_sequence(self, sequences: int) -> NDArray[np.int64]:
-        """What the last pass checked, by sequence and lane. Waits for the device."""
-        if self._here is not None:
-            begin = self.counts_RC.numel()
-            return self._here[begin : begin + sequences * len(StampLane)].reshape(-1, len(StampLane))
-        return self.by_sequence_N4[:sequences].cpu().numpy()
-
     def expire(self) -> None:
         """More was queued, or done: the next reading copies anew."""
-        self._copied = None
+        self._latest = None
 
     def of(self, ring: int) -> list[int]:
         """The counts of a ring, of the last copy; where that expired it waits for a new one."""
-        if self._copied is None:
-            self._copied = self.counts_RC.tolist()
-        return self._copied[ring]
+        if self._latest is None:
+            self._latest = self.mark()
+        return self._latest.of(ring)
 
 
 class Ring:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from serinus.cli.processes import child_order, server_words, stop_server
+from serinus.cli.processes import read_report, start_server, stop_server
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError
 from serinus.core.ids import new_token
@@ -49,26 +47,11 @@ async def own_server(config: ServeConfig) -> AsyncIterator[OwnServer]:
         ssl_certfile="",
         ssl_keyfile="",
     )
-    read_end, write_end = os.pipe()
-    process = await asyncio.create_subprocess_exec(
-        *server_words("serve", write_end),
-        stdin=asyncio.subprocess.PIPE,
-        pass_fds=(write_end,),
-        process_group=0,  # Ctrl-C reaches this process alone
-    )
-    os.close(write_end)
+    process, read_end = await start_server(replace(config, server=server))
     try:
-        assert process.stdin is not None, "cli: a child without stdin"
-        process.stdin.write(child_order(replace(config, server=server)))
-        reader = asyncio.StreamReader()
-        with os.fdopen(read_end, "rb") as pipe:
-            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(reader), pipe
-            )
-            report = await reader.readline()
-            transport.close()
-        if not report:
+        report = await read_report(read_end)
+        if report is None:
             raise ConfigError(f"serve: exit code {await process.wait()} before it was ready, expected an engine")
-        yield OwnServer(url=json.loads(report)["url"], api_key=key, process=process)
+        yield OwnServer(url=report["url"], api_key=key, process=process)
     finally:
         await stop_server(process, s_max=0.0)

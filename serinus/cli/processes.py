@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from serinus.core.config import ConfigTree, ServeConfig
 from serinus.core.cores import cores, threads_env
@@ -50,6 +50,34 @@ def server_words(command: str, report_to: int) -> list[str]:
 def child_order(config: ConfigTree) -> bytes:
     """What such a child, which ends with this process, is told."""
     return json.dumps({"parent": os.getpid(), "config": config.to_json()}).encode() + b"\n"
+
+
+async def start_server(config: ConfigTree, **options: Any) -> tuple[asyncio.subprocess.Process, int]:
+    """Start a `serinus serve` that is told these settings; the process, and the file descriptor of `read_report`.
+    `options`: more, as `create_subprocess_exec` takes them."""
+    read_end, write_end = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        *server_words("serve", write_end),
+        stdin=asyncio.subprocess.PIPE,
+        pass_fds=(write_end,),
+        process_group=0,  # Ctrl-C reaches this process alone, which stops its servers in their order
+        **options,
+    )
+    os.close(write_end)
+    assert process.stdin is not None, "cli: a child without stdin"
+    process.stdin.write(child_order(config))
+    return process, read_end
+
+
+async def read_report(read_end: int) -> dict[str, Any] | None:
+    """The line that such a child writes when it is ready; None where it ends before."""
+    reader = asyncio.StreamReader()
+    with os.fdopen(read_end, "rb") as pipe:
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        line = await reader.readline()
+        transport.close()
+    return json.loads(line) if line else None
 
 
 def obeyed(tree: type[_TreeT]) -> _TreeT:

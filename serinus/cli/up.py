@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser, read_config
-from serinus.cli.processes import child_order, server_words, stop_server
+from serinus.cli.processes import read_report, start_server, stop_server
 from serinus.cli.router import drain_within, router_settings
 from serinus.cli.shape import check_shape
 from serinus.core.addresses import http_url
@@ -216,20 +216,13 @@ class _Group:
 
     async def _spawn(self, member: Member) -> None:
         """Start one engine, and follow its output from now on."""
-        read_end, write_end = os.pipe()
         member.report = {}
-        member.process = await asyncio.create_subprocess_exec(
-            *server_words("serve", write_end),
+        member.process, read_end = await start_server(
+            member.config,
             env=gpu_env(member.gpus, threads_env(member.config.kernels.threads or 1)),
-            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            pass_fds=(write_end,),
-            process_group=0,  # Ctrl-C reaches this process alone, which stops the engines in their order
         )
-        os.close(write_end)
-        assert member.process.stdin is not None, "cli: a child without stdin"
-        member.process.stdin.write(child_order(member.config))
         self._keep(self._echo(member, member.process))
         self._keep(self._await_report(member, read_end))
 
@@ -253,15 +246,9 @@ class _Group:
             print(shown, file=sys.stderr, flush=True)
 
     async def _await_report(self, member: Member, read_end: int) -> None:
-        """Read the one line that a child writes when it is ready; nothing where it dies before."""
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader()
-        with os.fdopen(read_end, "rb") as pipe:
-            transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-            line = await reader.readline()
-            transport.close()
-        if line:
-            report = json.loads(line)
+        """A child that is ready says so; nothing where it dies before."""
+        report = await read_report(read_end)
+        if report is not None:
             await self._let_router_see(member)
             member.report = report
             if member.restarts:

@@ -10,4 +10,4 @@ import threading
 from typing import Final
 
 TYPE_LOCK: Final = threading.Lock()
-"""Held while a decoder is made."""
+"""Held while a decoder is made, or something is converted to a type of which there may be none yet."""

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from serinus.front.answer_schemas import HttpAnswer
+from serinus.front.answer_schemas import CompletionDetails, HttpAnswer, PromptDetails
 
 # ---- /v1/responses ---------------------------------------------------------------------------------------------------
 
@@ -52,25 +52,13 @@ class CallItem(_Item, kw_only=True, tag_field="type", tag="function_call"):
     arguments: str
 
 
-class InputDetails(HttpAnswer, kw_only=True):
-    """A part of usage."""
-
-    cached_tokens: int
-
-
-class OutputDetails(HttpAnswer, kw_only=True):
-    """A part of usage."""
-
-    reasoning_tokens: int
-
-
 class ResponseUsage(HttpAnswer, kw_only=True):
     """Token counts of /v1/responses."""
 
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: PromptDetails
     output_tokens: int
-    output_tokens_details: OutputDetails
+    output_tokens_details: CompletionDetails
     total_tokens: int
 
 

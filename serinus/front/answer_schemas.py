@@ -23,13 +23,13 @@ class HttpAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PromptDetails(HttpAnswer, kw_only=True):
-    """A part of usage."""
+    """A part of usage, of /v1/responses too."""
 
     cached_tokens: int
 
 
 class CompletionDetails(HttpAnswer, kw_only=True):
-    """A part of usage."""
+    """A part of usage, of /v1/responses too."""
 
     reasoning_tokens: int
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from serinus.core.errors import BadRequest
+from serinus.core.type_lock import TYPE_LOCK
 from serinus.front.agent_schemas import ResponsesBody
 from serinus.front.blocks import Block, BlockRenderer, chat_body, fresh_id, named_event
 from serinus.front.calls import Call
@@ -105,7 +106,8 @@ def _response_format(text: Mapping[str, Any] | None) -> ResponseFormat | None:
     check_known(inner, JsonSchemaFormat if flat else ResponseFormat, "text.format")
     nested = {"type": "json_schema", "json_schema": inner} if flat else given
     try:
-        return msgspec.convert(nested, ResponseFormat)
+        with TYPE_LOCK:
+            return msgspec.convert(nested, ResponseFormat)
     except msgspec.ValidationError as err:
         raise BadRequest(
             "text.format", given, f"type text, json_object or json_schema with name and schema ({err})"

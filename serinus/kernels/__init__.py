@@ -16,7 +16,6 @@ from serinus.kernels.contracts import (
     LayersKv,
     RowSampling,
     Tiling,
-    TopTokens,
     Watch,
     WatchPlan,
     WrittenRows,
@@ -29,11 +28,11 @@ from serinus.kernels.pool_rows import put_rows, row_elements, row_of, rows_of, s
 from serinus.kernels.quantized import E2M1_TWICE, QuantizedWeight
 from serinus.kernels.ref.canary import digest_values
 from serinus.kernels.ref.watched_attention import GatheredRows
-from serinus.kernels.registry import COLUMNS, Kernels, load, warm
+from serinus.kernels.registry import Kernels, load, warm
+from serinus.kernels.splitmix import shift_right, splitmix
 from serinus.kernels.words import carry_words
 
 __all__ = [
-    "COLUMNS",
     "E2M1_TWICE",
     "FP8_FORMATS",
     "RING_FIELDS",
@@ -57,7 +56,6 @@ __all__ = [
     "RowSampling",
     "StampLane",
     "Tiling",
-    "TopTokens",
     "Watch",
     "WatchPlan",
     "WrittenRows",
@@ -72,8 +70,10 @@ __all__ = [
     "row_elements",
     "row_of",
     "rows_of",
+    "shift_right",
     "slot_count",
     "slots_in",
+    "splitmix",
     "stamp_lanes",
     "warm",
 ]

@@ -84,6 +84,21 @@ class PackedExperts:
     quantized: tuple[tuple[QuantizedWeight, QuantizedWeight], ...] = ()
     """Of quantized experts that are as they were: gate and up as one, and down, of each."""
 
+    @classmethod
+    def of_integers(
+        cls, gate_up: tuple[Tensor, RowBlocks], down: tuple[Tensor, RowBlocks], gate_up_bias: Tensor | None,
+        down_bias: Tensor | None, sizes: tuple[int, int, int],
+    ) -> PackedExperts:  # fmt: skip
+        """Of quantized experts: the projections, stacked, as a column has put them in an order of its own."""
+        return cls(
+            gate_up=gate_up[0],
+            down=down[0],
+            gate_up_bias=None if gate_up_bias is None else gate_up_bias.float().contiguous(),
+            down_bias=None if down_bias is None else down_bias.float().contiguous(),
+            sizes=sizes,
+            rows=ExpertRows(gate_up=gate_up[1], down=down[1]),
+        )
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """X, F and E."""

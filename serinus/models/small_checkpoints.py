@@ -55,35 +55,29 @@ _DEEPSEEK = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 20,
 }
-_KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
-    "llama3": ("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": _LLAMA3_ROPE}),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
-    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
-    "mistral_swa": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 24}),
-    "gemma": ("GemmaConfig", "GemmaForCausalLM", {}),
-    "glm": ("GlmConfig", "GlmForCausalLM", {}),
-    "glm4": ("Glm4Config", "Glm4ForCausalLM", {}),
-    "granite": ("GraniteConfig", "GraniteForCausalLM", _GRANITE),
-    "phi3": ("Phi3Config", "Phi3ForCausalLM", {}),
-    "qwen2_yarn": ("Qwen2Config", "Qwen2ForCausalLM", {"rope_parameters": _YARN}),
-    "mixtral": ("MixtralConfig", "MixtralForCausalLM", _EXPERTS),
-    "qwen2_moe": (
-        "Qwen2MoeConfig",
-        "Qwen2MoeForCausalLM",
-        {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 96},
-    ),
-    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_QWEN_EXPERTS, "norm_topk_prob": True}),
-    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM", {**_GROUPED, "use_qk_norm": True}),
-    "dots1": ("Dots1Config", "Dots1ForCausalLM", _GROUPED),
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "llama3": ("LlamaForCausalLM", {"rope_parameters": _LLAMA3_ROPE}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": None}),
+    "mistral_swa": ("MistralForCausalLM", {"sliding_window": 24}),
+    "gemma": ("GemmaForCausalLM", {}),
+    "glm": ("GlmForCausalLM", {}),
+    "glm4": ("Glm4ForCausalLM", {}),
+    "granite": ("GraniteForCausalLM", _GRANITE),
+    "phi3": ("Phi3ForCausalLM", {}),
+    "qwen2_yarn": ("Qwen2ForCausalLM", {"rope_parameters": _YARN}),
+    "mixtral": ("MixtralForCausalLM", _EXPERTS),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 96}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**_QWEN_EXPERTS, "norm_topk_prob": True}),
+    "glm4_moe": ("Glm4MoeForCausalLM", {**_GROUPED, "use_qk_norm": True}),
+    "dots1": ("Dots1ForCausalLM", _GROUPED),
     "deepseek_v2": (
-        "DeepseekV2Config",
         "DeepseekV2ForCausalLM",
         {**_DEEPSEEK, "norm_topk_prob": False, "topk_method": "group_limited_greedy"},
     ),
     "deepseek_v2_lite": (
-        "DeepseekV2Config",
         "DeepseekV2ForCausalLM",
         {
             **_DEEPSEEK,
@@ -94,36 +88,26 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
         },
     ),
-    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**_DEEPSEEK, "num_nextn_predict_layers": 0}),
-    "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM", {**_GRANITE, **_EXPERTS}),
-    "granitemoeshared": (
-        "GraniteMoeSharedConfig",
-        "GraniteMoeSharedForCausalLM",
-        {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 96},
-    ),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {**_DEEPSEEK, "num_nextn_predict_layers": 0}),
+    "granitemoe": ("GraniteMoeForCausalLM", {**_GRANITE, **_EXPERTS}),
+    "granitemoeshared": ("GraniteMoeSharedForCausalLM", {**_GRANITE, **_EXPERTS, "shared_intermediate_size": 96}),
     "granitemoehybrid": (
-        "GraniteMoeHybridConfig",
         "GraniteMoeHybridForCausalLM",
         {**_GRANITE, "num_local_experts": 0, "position_embedding_type": "rope"},
     ),
-    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {}),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"sliding_window": 24, "query_pre_attn_scalar": 20}),
+    "smollm3": ("SmolLM3ForCausalLM", {}),
+    "gemma2": ("Gemma2ForCausalLM", {"sliding_window": 24, "query_pre_attn_scalar": 20}),
     "gemma3_text": (
-        "Gemma3TextConfig",
         "Gemma3ForCausalLM",
         {"sliding_window": 24, "query_pre_attn_scalar": 20, "rope_parameters": _GEMMA3_ROPE},
     ),
-    "gpt_oss": (
-        "GptOssConfig",
-        "GptOssForCausalLM",
-        {**_EXPERTS, "sliding_window": 24, "rope_parameters": _GPT_OSS_ROPE},
-    ),
-    "cohere": ("CohereConfig", "CohereForCausalLM", {"use_qk_norm": True, "logit_scale": 0.25}),
-    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", {"sliding_window": 24, "logit_scale": 0.25}),
-    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
-    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", {"sliding_window": 24, "rope_parameters": _OLMO3_ROPE}),
+    "gpt_oss": ("GptOssForCausalLM", {**_EXPERTS, "sliding_window": 24, "rope_parameters": _GPT_OSS_ROPE}),
+    "cohere": ("CohereForCausalLM", {"use_qk_norm": True, "logit_scale": 0.25}),
+    "cohere2": ("Cohere2ForCausalLM", {"sliding_window": 24, "logit_scale": 0.25}),
+    "olmo2": ("Olmo2ForCausalLM", {}),
+    "olmo3": ("Olmo3ForCausalLM", {"sliding_window": 24, "rope_parameters": _OLMO3_ROPE}),
 }
-"""Family -> config class, architecture, fields unless the caller says otherwise."""
+"""Family -> architecture, fields unless the caller says otherwise."""
 
 FAMILIES = tuple(_KINDS)
 """`llama3` is Llama with the llama3 rope scaling, phi3 has LongRoPE, qwen2_yarn, olmo3 and deepseek_v2_lite YaRN;
@@ -327,7 +311,7 @@ def _config_of(family: str, settings: dict[str, Any]) -> Any:
 
     if family not in _KINDS:
         raise ValueError(f"models: family {family!r}, expected one of {', '.join(FAMILIES)}")
-    kind, architecture, extra = _KINDS[family]
+    architecture, extra = _KINDS[family]
     settings = {**extra, **settings}
     if family.startswith(("qwen2", "phi3", "dots1", "granitemoe", "deepseek")):
         settings.pop("head_dim")  # it is hidden / heads
@@ -338,7 +322,7 @@ def _config_of(family: str, settings: dict[str, Any]) -> Any:
         settings["num_key_value_heads"] = settings["num_attention_heads"]
     if family == "phi3":
         settings.setdefault("rope_parameters", _longrope(settings["hidden_size"] // settings["num_attention_heads"]))
-    return getattr(transformers, kind)(architectures=[architecture], **settings)
+    return getattr(transformers, architecture).config_class(architectures=[architecture], **settings)
 
 
 def _longrope(head_size: int) -> dict[str, Any]:

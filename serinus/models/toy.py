@@ -27,34 +27,29 @@ import torch
 
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
-from serinus.kernels import GatheredRows, LayerDigest, LayersKv, digest_values, put_rows, rows_of, slot_count, slots_in
+from serinus.kernels import (
+    GatheredRows,
+    LayerDigest,
+    LayersKv,
+    digest_values,
+    put_rows,
+    rows_of,
+    shift_right,
+    slot_count,
+    slots_in,
+    splitmix,
+)
 from serinus.models.batch import ForwardBatch
 from serinus.models.hooks import ForwardHook
 from serinus.models.spec import ModelSpec
 from serinus.parallel import Mesh, Shard
 from serinus.parallel.comm import Comm, SoloComm
 
-_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
 _A = 0x2545F4914F6CDD1D
 _B = 0x632BE59BD9B4E019
 _C = 0xD6E8FEB86659FD93
 _BONUS = 8.0
 _SPREAD = 4.0
-
-
-def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift to the right of 64-bit words."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """splitmix64 of int64 words, which wrap."""
-    x = x + _GAMMA
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
-    return x ^ _shift(x, 31)
 
 
 def _words(lane: torch.Tensor, slots_C: torch.Tensor) -> torch.Tensor:
@@ -162,11 +157,11 @@ class ToyModel:
         None but on slice 0 of a stage."""
         if self.shard.tp_rank:
             return None
-        out_B1 = _mix(hidden_BE)
+        out_B1 = splitmix(hidden_BE)
         spec = self.spec
         ids_V = torch.arange(spec.vocab_size, device=hidden_BE.device)
-        noise_BV = _shift(_mix(out_B1 + (ids_V + 1) * _B), 40).float() * (_SPREAD / (1 << 24))
-        chosen_B1 = spec.reserved_ids + _shift(out_B1, 1) % (spec.vocab_size - spec.reserved_ids)
+        noise_BV = shift_right(splitmix(out_B1 + (ids_V + 1) * _B), 40).float() * (_SPREAD / (1 << 24))
+        chosen_B1 = spec.reserved_ids + shift_right(out_B1, 1) % (spec.vocab_size - spec.reserved_ids)
         noise_BV.scatter_(1, chosen_B1, _BONUS)
         noise_BV[:, : spec.reserved_ids] = 0.0
         return noise_BV
@@ -203,7 +198,7 @@ class ToyModel:
         first_B = batch.attention.context_B - counts_B
         before_B = reach.last_T[starts_B] - 1
         carried_B = self._comm.broadcast(torch.where(first_B > 0, read_CJ[before_B, 0], 0))  # slice 0 has word 0
-        links_T = _mix(batch.tokens_T * _A + batch.positions_T + 1)
+        links_T = splitmix(batch.tokens_T * _A + batch.positions_T + 1)
         sums_T = links_T.cumsum(0)
         base_B = sums_T[starts_B] - links_T[starts_B] - carried_B
         return sums_T - base_B.repeat_interleave(counts_B)
@@ -237,14 +232,14 @@ class ToyModel:
     def _values(self, chain_T: torch.Tensor, lane: int) -> torch.Tensor:
         """The rows of one lane of the step's tokens."""
         words_J = self._words_J(chain_T.device)
-        values_TJ = _mix(chain_T[:, None] + (lane * self._row_words + words_J + 1) * _B)
+        values_TJ = splitmix(chain_T[:, None] + (lane * self._row_words + words_J + 1) * _B)
         if lane == 0 and not self._words.start:
             values_TJ[:, 0] = chain_T
         return values_TJ
 
     def _read(self, read_CJ: torch.Tensor) -> torch.Tensor:
         """What this rank makes of each row of one lane, [C]."""
-        return _mix(read_CJ + (self._words_J(read_CJ.device) + 1) * _B)[:, self._own].sum(1)
+        return splitmix(read_CJ + (self._words_J(read_CJ.device) + 1) * _B)[:, self._own].sum(1)
 
     def _total(self, read: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The same of all ranks of the stage."""
@@ -254,7 +249,7 @@ class ToyModel:
 
     def _sum(self, reach: _Reach, row_C: torch.Tensor, lane: int) -> torch.Tensor:
         """What each token makes of one lane of its positions, [T]."""
-        sums_C = _mix(row_C + reach.position_C * _A + _wrap(lane * _C)).cumsum(0)
+        sums_C = splitmix(row_C + reach.position_C * _A + _wrap(lane * _C)).cumsum(0)
         before_T = torch.where(reach.before_T < 0, 0, sums_C[reach.before_T.clamp_min(0)])
         return sums_C[reach.last_T] - before_T
 

@@ -63,14 +63,12 @@ from serinus.pd.actions import (
     AttachPeer,
     CancelReads,
     ClosePeer,
-    DecodeAction,
     FencePeer,
     ForgetPrefill,
     Landed,
     OpenPeer,
     PeerAction,
     PeerChanged,
-    PrefillAction,
     PrefillDrained,
     Quarantine,
     QuarantineOver,
@@ -93,7 +91,6 @@ from serinus.pd.backends import (
     host_identity,
     make_backends,
     make_one_sided,
-    shm_works,
 )
 from serinus.pd.clients import Client
 from serinus.pd.decode import DecodeSide
@@ -111,51 +108,16 @@ from serinus.pd.events import (
     Tick,
     WantPeer,
 )
-from serinus.pd.integrity import (
-    check_pages,
-    digest_pages,
-    digest_seed,
-    first_bad_page,
-)
-from serinus.pd.layout import (
-    Cut,
-    RankLayout,
-    RankShare,
-    Routes,
-    cut,
-    difference,
-    recut,
-    target_range,
-)
+from serinus.pd.integrity import digest_pages, digest_seed, first_bad_page
+from serinus.pd.layout import Cut, RankLayout, Routes, cut, difference, recut, target_range
 from serinus.pd.modes import (
     Capabilities,
     Fence,
     Mode,
 )
-from serinus.pd.page_worker import (
-    PAGE_ANSWERS,
-    PAGE_COMMANDS,
-    PageAnswer,
-    PageCommand,
-    PageWorker,
-    frame_backends,
-)
-from serinus.pd.pages import (
-    HandoffOver,
-    MovePiece,
-    PieceMoved,
-    PieceStatus,
-    TakeIn,
-    TakenIn,
-    Unstage,
-)
-from serinus.pd.port import (
-    MOVING_S,
-    TICK_S,
-    DecodeResult,
-    HandoffPort,
-    PrefillResult,
-)
+from serinus.pd.page_worker import PAGE_ANSWERS, PAGE_COMMANDS, PageAnswer, PageCommand, PageWorker
+from serinus.pd.pages import MovePiece, PieceMoved, PieceStatus, TakeIn, TakenIn, Unstage
+from serinus.pd.port import TICK_S, DecodeResult, HandoffPort, PrefillResult
 from serinus.pd.prefill import PrefillSide
 from serinus.pd.registry import (
     Peer,
@@ -166,7 +128,6 @@ from serinus.pd.stores import Intake
 from serinus.pd.trail import HandoffTrail
 
 __all__ = [
-    "MOVING_S",
     "PAGE_ANSWERS",
     "PAGE_COMMANDS",
     "TICK_S",
@@ -181,7 +142,6 @@ __all__ = [
     "Client",
     "ClosePeer",
     "Cut",
-    "DecodeAction",
     "DecodeEvent",
     "DecodeResult",
     "DecodeSide",
@@ -191,7 +151,6 @@ __all__ = [
     "FencePeer",
     "Fenced",
     "ForgetPrefill",
-    "HandoffOver",
     "HandoffPort",
     "HandoffSettings",
     "HandoffTrail",
@@ -214,7 +173,6 @@ __all__ = [
     "PeerState",
     "PieceMoved",
     "PieceStatus",
-    "PrefillAction",
     "PrefillDrained",
     "PrefillEvent",
     "PrefillResult",
@@ -223,7 +181,6 @@ __all__ = [
     "Quarantine",
     "QuarantineOver",
     "RankLayout",
-    "RankShare",
     "ReclaimParked",
     "Recompute",
     "Region",
@@ -240,17 +197,14 @@ __all__ = [
     "Tick",
     "Unstage",
     "WantPeer",
-    "check_pages",
     "cut",
     "difference",
     "digest_pages",
     "digest_seed",
     "first_bad_page",
-    "frame_backends",
     "host_identity",
     "make_backends",
     "make_one_sided",
     "recut",
-    "shm_works",
     "target_range",
 ]

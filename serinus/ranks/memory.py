@@ -38,12 +38,6 @@ def _left_in(folder: str, limit: str, use: str, cache: str) -> int | None:
     return max(int(text) - int((home / use).read_text()) + int(stat.get(cache, 0)), 0)
 
 
-def resident_bytes() -> int:
-    """Bytes of this process that lie in memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
-
-
 def trim() -> None:
     """Hand memory that was freed while the weights were packed back to the system (glibc keeps it otherwise)."""
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):

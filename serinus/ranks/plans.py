@@ -277,6 +277,8 @@ def _specs(columns: PlanColumns, count: int, *, looks_back: bool) -> dict[int, S
     places, sets, positions, generated = _lists(columns.samples_4S, 4, "samples")
     seeds = columns.seeds_S
     _same(len(places), seeds=seeds)
+    if not looks_back and (columns.penalties or columns.outputs):
+        raise FrameError("body", "work ahead with what sampling looks back at, expected that with the next plan")
     if places and (min(places) < 0 or max(places) >= count or min(sets) < 0 or max(sets) >= len(columns.sets)):
         raise FrameError("body", f"a plan of {count} sequences samples at {places} with sets {sets}")
     known = [_SETS.unpacked(data) for data in columns.sets]

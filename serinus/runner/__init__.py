@@ -5,13 +5,12 @@ from serinus.runner.grammar_masks import GrammarMasks
 from serinus.runner.graphs import batch_sizes
 from serinus.runner.runner import Runner
 from serinus.runner.sampler import Sampled, Sampler
-from serinus.runner.token_oracle import OracleSampler, oracle_token
+from serinus.runner.token_oracle import oracle_token
 
 __all__ = [
     "Behind",
     "Flight",
     "GrammarMasks",
-    "OracleSampler",
     "Runner",
     "Sampled",
     "Sampler",

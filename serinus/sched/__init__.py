@@ -3,12 +3,12 @@
 Knows neither devices nor sockets: plans go to `runner`, handoffs to `pd`, tokens to the caller of the engine.
 """
 
-from serinus.core.handoff import ChunkReady, HandoffSpec, Reservation
+from serinus.core.handoff import ChunkReady, HandoffSpec
 from serinus.sched.handoff_choice import PrefillPace
 from serinus.sched.request_state import Healing, Phase, ReqState
 from serinus.sched.scheduler import Scheduler
 from serinus.sched.settings import POLICIES, SchedSettings
-from serinus.sched.stats import Outcome, SchedStats, Totals
+from serinus.sched.stats import Outcome, SchedStats
 
 __all__ = [
     "POLICIES",
@@ -19,9 +19,7 @@ __all__ = [
     "Phase",
     "PrefillPace",
     "ReqState",
-    "Reservation",
     "SchedSettings",
     "SchedStats",
     "Scheduler",
-    "Totals",
 ]

@@ -12,7 +12,7 @@ where an engine has one rank.
 from serinus.selftest.driver import EngineDriver
 from serinus.selftest.fixture import CANARY_SHAPES, SIDES, CanaryPDFixture, Planted, make_canary_toy
 from serinus.selftest.matrix import Cell, Subject, plan_matrix, run_cell
-from serinus.selftest.mutants import RANK_WEAKNESSES, WEAKNESSES, Grade, Weakness, grade
+from serinus.selftest.mutants import RANK_WEAKNESSES, WEAKNESSES, Weakness, grade
 from serinus.selftest.pair import EnginePair
 from serinus.selftest.scenes import CLEAN, OVERFLOW
 
@@ -27,7 +27,6 @@ __all__ = [
     "Cell",
     "EngineDriver",
     "EnginePair",
-    "Grade",
     "Planted",
     "Subject",
     "Weakness",

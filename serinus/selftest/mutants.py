@@ -6,8 +6,8 @@ under each, and the first line that is not as it must be ends that run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -31,8 +31,8 @@ class Weakness:
     """One way in which a canary could look at less than it says."""
 
     name: str
-    apply: Callable[[], Any]
-    """A context manager: the canary is that weak inside it."""
+    apply: Callable[[], AbstractContextManager[None]]
+    """The canary is that weak inside of what it returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,22 +48,12 @@ class Grade:
     """Lines that were run until then."""
 
 
-WEAKNESSES: list[Weakness] = []
-RANK_WEAKNESSES: list[Weakness] = []
-"""Those that only engines of several ranks can have."""
 lanes_file: Any = import_module("serinus.canary.lanes")
 make_file: Any = import_module("serinus.canary.make")
 rank_file: Any = import_module("serinus.canary.rank")
 build_file: Any = import_module("serinus.ranks.build")
-
-
-def weakness(name: str, of: list[Weakness] = WEAKNESSES) -> Callable[[Callable[[], Iterator[None]]], None]:
-    """Adds a generator function to a list of weaknesses."""
-
-    def add(function: Callable[[], Iterator[None]]) -> None:
-        of.append(Weakness(name=name, apply=contextmanager(function)))
-
-    return add
+_NOTHING = 1
+"""A window in which nothing lies before the token itself."""
 
 
 def grade(subjects: Sequence[Subject], each: Weakness, *, faults: int = 2, seed: int = 0) -> Grade:
@@ -98,6 +88,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 # ---- digests --------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
 def _digested(seen: Callable[[Any], None]) -> Iterator[None]:
     """`seen` sets to zero the coefficients [L, half, sum, lane] of what is not looked at."""
     original = lanes_file.digest_coefficients
@@ -111,34 +102,10 @@ def _digested(seen: Callable[[Any], None]) -> Iterator[None]:
         yield
 
 
-@weakness("only the first layer is digested")
-def _first_layer() -> Iterator[None]:
-    yield from _digested(lambda factors: factors[1:].fill(0))
-
-
-@weakness("only keys are digested")
-def _keys_only() -> Iterator[None]:
-    yield from _digested(lambda factors: factors[:, 1].fill(0))
-
-
-@weakness("only values are digested")
-def _values_only() -> Iterator[None]:
-    yield from _digested(lambda factors: factors[:, 0].fill(0))
-
-
-@weakness("only 2 bytes of each row are digested")
-def _two_bytes() -> Iterator[None]:
-    yield from _digested(lambda factors: factors[..., 1:].fill(0))
-
-
-@weakness("only the first head is digested")
-def _first_head() -> Iterator[None]:
-    yield from _digested(lambda factors: factors[..., factors.shape[-1] // 2 :].fill(0))
-
-
 # ---- reasons --------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
 def _taken(change: Callable[[list[list[int]], int], tuple[list[list[int]], int]]) -> Iterator[None]:
     """`change` makes of (rows, lost) of a ring what the canary is told."""
     original = Ring.take
@@ -154,40 +121,15 @@ def _taken(change: Callable[[list[list[int]], int], tuple[list[list[int]], int]]
         yield
 
 
-def _without(reason: Reason) -> Iterator[None]:
+def _without(reason: Reason) -> AbstractContextManager[None]:
     def change(rows: list[list[int]], lost: int) -> tuple[list[list[int]], int]:
         left = [[row[0], row[1] & ~int(reason), *row[2:]] for row in rows]
         return [row for row in left if row[1]], lost
 
-    yield from _taken(change)
+    return _taken(change)
 
 
-@weakness("the chain of hashes is ignored")
-def _chain_ignored() -> Iterator[None]:
-    yield from _without(Reason.VERIFY_CHAIN_HASH)
-
-
-@weakness("positions are ignored")
-def _position_ignored() -> Iterator[None]:
-    yield from _without(Reason.VERIFY_POSITION)
-
-
-@weakness("tokens are ignored")
-def _token_ignored() -> Iterator[None]:
-    yield from _without(Reason.VERIFY_TOKEN)
-
-
-@weakness("what the ring could not hold is dropped")
-def _overflow_dropped() -> Iterator[None]:
-    yield from _taken(lambda rows, lost: (rows, 0))
-
-
-@weakness("of each reading of a ring only the first violation is told")
-def _first_only() -> Iterator[None]:
-    yield from _taken(lambda rows, lost: (rows[:1], lost))
-
-
-@weakness("the token oracle is not asked")
+@contextmanager
 def _oracle_ignored() -> Iterator[None]:
     original = build_file.make_canary_rank
 
@@ -201,6 +143,7 @@ def _oracle_ignored() -> Iterator[None]:
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
 def _unverified(lane: StampLane) -> Iterator[None]:
     """The watches of all parts do not verify that lane, nor the one beside it."""
     original = make_file.load
@@ -229,22 +172,13 @@ def _unverified(lane: StampLane) -> Iterator[None]:
         yield
 
 
-@weakness("HEAD is never verified")
-def _head_never() -> Iterator[None]:
-    yield from _unverified(StampLane.HEAD_K)
-
-
-@weakness("TAIL is never verified")
-def _tail_never() -> Iterator[None]:
-    yield from _unverified(StampLane.TAIL_K)
-
-
-@weakness("what arrives is not verified")
+@contextmanager
 def _arrival_ignored() -> Iterator[None]:
     with _replaced(CanaryLead, "arrived", lambda self, rid, own: ArrivalVerdict()):
         yield
 
 
+@contextmanager
 def _read(change: Callable[[dict[str, Any]], None]) -> Iterator[None]:
     """`change` edits what `reads_of` is asked."""
     original = rank_file.reads_of
@@ -261,25 +195,7 @@ def _read(change: Callable[[dict[str, Any]], None]) -> Iterator[None]:
         yield
 
 
-_NOTHING = 1
-
-
-@weakness("what comes back from a tier, or by a prefix hit, waits for its turn")
-def _fresh_ignored() -> Iterator[None]:
-    yield from _read(lambda asked: asked.update(wholes=[False] * len(asked["rows"])))
-
-
-@weakness("sliding layers are not verified")
-def _windows_ignored() -> Iterator[None]:
-    yield from _read(lambda asked: asked.update(window=None if asked["window"] is None else _NOTHING))
-
-
-@weakness("the last position that a request reads is not verified")
-def _last_skipped() -> Iterator[None]:
-    yield from _read(lambda asked: asked.update(starts=[max(0, start - 1) for start in asked["starts"]]))
-
-
-@weakness("turns leave one residue out")
+@contextmanager
 def _residue_skipped() -> Iterator[None]:
     original = make_file.load
 
@@ -303,6 +219,7 @@ def _residue_skipped() -> Iterator[None]:
         yield
 
 
+@contextmanager
 def _never_due(is_blind: Callable[[Any, int], bool]) -> Iterator[None]:
     """Of (settings, rank) those that `is_blind` says have turns that no request lives to see."""
     original = build_file.make_canary_rank
@@ -316,12 +233,7 @@ def _never_due(is_blind: Callable[[Any, int], bool]) -> Iterator[None]:
         yield
 
 
-@weakness("a prefill engine does not look at itself")
-def _prefill_blind() -> Iterator[None]:
-    yield from _never_due(lambda config, rank: config.role == "prefill")
-
-
-@weakness("no request is failed for what is found")
+@contextmanager
 def _none_failed() -> Iterator[None]:
     original = CanaryLead.judge
 
@@ -336,6 +248,7 @@ def _none_failed() -> Iterator[None]:
 # ---- sweeps and movers ----------------------------------------------------------------------------------------------
 
 
+@contextmanager
 def _walked(change: Callable[..., Any]) -> Iterator[None]:
     """`change`(original, cache, cursor, budget, more) is the walk of a sweep; walks for other purposes are whole."""
     original = PrefixCache.walk
@@ -349,22 +262,16 @@ def _walked(change: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-@weakness("one page is swept")
-def _one_page() -> Iterator[None]:
+def _one_page() -> AbstractContextManager[None]:
     def change(original: Any, cache: PrefixCache, cursor: int, budget: int, more: Any) -> Any:
         found = original(cache, 0, 1 << 30, **more)
         one = slice(0, cache.page_size)
         return replace(found, slots=found.slots[one], positions=found.positions[one], previous=found.previous[one])
 
-    yield from _walked(change)
+    return _walked(change)
 
 
-@weakness("every sweep begins at the first page again")
-def _never_on() -> Iterator[None]:
-    yield from _walked(lambda original, cache, cursor, budget, more: original(cache, 0, budget, **more))
-
-
-@weakness("one lane of stamps is not moved with its page")
+@contextmanager
 def _lane_left() -> Iterator[None]:
     def kept(method: Callable[..., Any], inward: Callable[..., bool]) -> Callable[..., Any]:
         def moved(self: DevicePool, *rest: Any, **more: Any) -> Any:
@@ -391,11 +298,7 @@ def _lane_left() -> Iterator[None]:
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
 
-@weakness("only the leader's rank looks at what it has in use", of=RANK_WEAKNESSES)
-def _leader_only() -> Iterator[None]:
-    yield from _never_due(lambda config, rank: rank > 0)
-
-
+@contextmanager
 def _judged(change: Callable[[int], int | None]) -> Iterator[None]:
     """The leader takes what a rank found as that of rank `change`(rank); None = it is dropped."""
     original = CanaryLead.judge
@@ -408,11 +311,54 @@ def _judged(change: Callable[[int], int | None]) -> Iterator[None]:
         yield
 
 
-@weakness("what other ranks than the leader's find is dropped", of=RANK_WEAKNESSES)
-def _others_dropped() -> Iterator[None]:
-    yield from _judged(lambda rank: None if rank else rank)
+def _weaknesses(by_name: Mapping[str, Callable[[], AbstractContextManager[None]]]) -> tuple[Weakness, ...]:
+    return tuple([Weakness(name=name, apply=apply) for name, apply in by_name.items()])
 
 
-@weakness("every violation is told as one of the leader's rank", of=RANK_WEAKNESSES)
-def _rank_mistaken() -> Iterator[None]:
-    yield from _judged(lambda rank: 0)
+WEAKNESSES = _weaknesses(
+    {
+        "only the first layer is digested": partial(_digested, lambda factors: factors[1:].fill(0)),
+        "only keys are digested": partial(_digested, lambda factors: factors[:, 1].fill(0)),
+        "only values are digested": partial(_digested, lambda factors: factors[:, 0].fill(0)),
+        "only 2 bytes of each row are digested": partial(_digested, lambda factors: factors[..., 1:].fill(0)),
+        "only the first head is digested": partial(
+            _digested, lambda factors: factors[..., factors.shape[-1] // 2 :].fill(0)
+        ),
+        "the chain of hashes is ignored": partial(_without, Reason.VERIFY_CHAIN_HASH),
+        "positions are ignored": partial(_without, Reason.VERIFY_POSITION),
+        "tokens are ignored": partial(_without, Reason.VERIFY_TOKEN),
+        "what the ring could not hold is dropped": partial(_taken, lambda rows, lost: (rows, 0)),
+        "of each reading of a ring only the first violation is told": partial(
+            _taken, lambda rows, lost: (rows[:1], lost)
+        ),
+        "the token oracle is not asked": _oracle_ignored,
+        "HEAD is never verified": partial(_unverified, StampLane.HEAD_K),
+        "TAIL is never verified": partial(_unverified, StampLane.TAIL_K),
+        "what arrives is not verified": _arrival_ignored,
+        "what comes back from a tier, or by a prefix hit, waits for its turn": partial(
+            _read, lambda asked: asked.update(wholes=[False] * len(asked["rows"]))
+        ),
+        "sliding layers are not verified": partial(
+            _read, lambda asked: asked.update(window=None if asked["window"] is None else _NOTHING)
+        ),
+        "the last position that a request reads is not verified": partial(
+            _read, lambda asked: asked.update(starts=[max(0, start - 1) for start in asked["starts"]])
+        ),
+        "turns leave one residue out": _residue_skipped,
+        "a prefill engine does not look at itself": partial(_never_due, lambda config, rank: config.role == "prefill"),
+        "no request is failed for what is found": _none_failed,
+        "one page is swept": _one_page,
+        "every sweep begins at the first page again": partial(
+            _walked, lambda original, cache, cursor, budget, more: original(cache, 0, budget, **more)
+        ),
+        "one lane of stamps is not moved with its page": _lane_left,
+    }
+)
+RANK_WEAKNESSES = _weaknesses(
+    {
+        "only the leader's rank looks at what it has in use": partial(_never_due, lambda config, rank: rank > 0),
+        "what other ranks than the leader's find is dropped": partial(_judged, lambda rank: None if rank else rank),
+        "every violation is told as one of the leader's rank": partial(_judged, lambda rank: 0),
+    }
+)
+"""Those that only engines of several ranks can have."""

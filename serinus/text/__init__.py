@@ -7,7 +7,7 @@
 Used by the HTTP front and by the offline `LLM`. Torch-free; the libraries behind it are loaded when first needed.
 """
 
-from serinus.text.answer import AnswerDelta, AnswerParser, DeltaKind, PlainAnswer, ToolCall, WholeAnswer, answer_of
+from serinus.text.answer import AnswerDelta, AnswerParser, DeltaKind, PlainAnswer, WholeAnswer, answer_of
 from serinus.text.answer_style import AnswerStyle, answer_style
 from serinus.text.chat_template import ChatTemplate
 from serinus.text.detokenizer import Detokenizer, byte_of_char
@@ -17,7 +17,7 @@ from serinus.text.generation import GenerationConfig, load_generation_config, to
 from serinus.text.grammar_source import grammar_rules
 from serinus.text.grammars import GrammarCompiler, GrammarFailed, GrammarState, GrammarVocabulary
 from serinus.text.messages import checked_messages
-from serinus.text.output import OutputProcessor, TextPiece
+from serinus.text.output import OutputProcessor
 from serinus.text.reasoning import ReasoningFormat
 from serinus.text.stops import StopTexts
 from serinus.text.tokenizer import Tokenizer, load_tokenizer
@@ -39,9 +39,7 @@ __all__ = [
     "PlainAnswer",
     "ReasoningFormat",
     "StopTexts",
-    "TextPiece",
     "Tokenizer",
-    "ToolCall",
     "WholeAnswer",
     "answer_of",
     "answer_style",

@@ -111,25 +111,28 @@ class Prepare(MessageBase, frozen=True, kw_only=True):
     """Seconds from receipt after which prefill may end it with FAIL."""
 
 
-class Grant(MessageBase, frozen=True, kw_only=True):
-    """D -> P: permission to fill these pages of decode."""
+class _OfGrant(MessageBase, frozen=True, kw_only=True):
+    """What the two sides say of one grant of one handoff."""
 
     xid: Name
     grant: Count
+
+
+class Grant(_OfGrant, frozen=True, kw_only=True):
+    """D -> P: permission to fill these pages of decode."""
+
     spans: Annotated[tuple[PageSpan, ...], msgspec.Meta(max_length=8)]
     """One per part that has bytes, each up to the end of the prompt, in decode's pages."""
     digest_seed: Count = 0
 
 
-class Data(MessageBase, frozen=True, kw_only=True):
+class Data(_OfGrant, frozen=True, kw_only=True):
     """P -> D: pages [first, first + len(digests) / 8) of one part, as one rank of P has them.
 
     Receiver-checked: the bytes are the frame's payload, or lie in shm. Push: they lie in decode's pages already.
     Pull: they may be read from `pages` of that rank until the lease ends.
     """
 
-    xid: Name
-    grant: Count
     piece: Count
     """0, 1, 2... per handoff and rank."""
     rank: Count = 0
@@ -148,20 +151,16 @@ class Data(MessageBase, frozen=True, kw_only=True):
     """Pull: page ids of that rank."""
 
 
-class DataOk(MessageBase, frozen=True, kw_only=True):
+class DataOk(_OfGrant, frozen=True, kw_only=True):
     """D -> P: piece taken (or dropped): its staging bytes may be reused."""
 
-    xid: Name
-    grant: Count
     piece: Count
     rank: Count = 0
 
 
-class Done(MessageBase, frozen=True, kw_only=True):
+class Done(_OfGrant, frozen=True, kw_only=True):
     """P -> D: all pages were sent; the first token."""
 
-    xid: Name
-    grant: Count
     token: Count
     ends: bool = False
     """The answer is complete with it: its grammar says so."""
@@ -177,11 +176,8 @@ class Done(MessageBase, frozen=True, kw_only=True):
     compute_seconds: float = 0.0
 
 
-class DoneOk(MessageBase, frozen=True, kw_only=True):
+class DoneOk(_OfGrant, frozen=True, kw_only=True):
     """D -> P: landed, verified and committed; drop the transfer hold."""
-
-    xid: Name
-    grant: Count
 
 
 class Fail(MessageBase, frozen=True, kw_only=True):
@@ -220,40 +216,26 @@ class AbortAck(MessageBase, frozen=True, kw_only=True):
     ranks: TopIds
 
 
-class SourceLease(MessageBase, frozen=True, kw_only=True):
+class SourceLease(_OfGrant, frozen=True, kw_only=True):
     """P -> D, pull, before the first Data: source pages stay as they are for so long after DONE (or until OK)."""
 
-    xid: Name
-    grant: Count
     lease_s: Seconds
 
 
-class Confirm(MessageBase, frozen=True, kw_only=True):
+class Confirm(_OfGrant, frozen=True, kw_only=True):
     """D -> P, pull: everything is read; did the pages stay as they were until now?"""
 
-    xid: Name
-    grant: Count
 
-
-class ConfirmOk(MessageBase, frozen=True, kw_only=True):
+class ConfirmOk(_OfGrant, frozen=True, kw_only=True):
     """P -> D: they did; they are released now."""
 
-    xid: Name
-    grant: Count
 
-
-class Expired(MessageBase, frozen=True, kw_only=True):
+class Expired(_OfGrant, frozen=True, kw_only=True):
     """P -> D: they did not, or the lease has ended; stop reading and send Drained."""
 
-    xid: Name
-    grant: Count
 
-
-class Drained(MessageBase, frozen=True, kw_only=True):
+class Drained(_OfGrant, frozen=True, kw_only=True):
     """D -> P, pull: no read of this handoff is under way any more."""
-
-    xid: Name
-    grant: Count
 
 
 class KvFound(MessageBase, frozen=True, kw_only=True):

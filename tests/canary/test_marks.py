@@ -82,4 +82,4 @@ def test_a_mark_keeps_what_its_pass_checked_of_each_sequence() -> None:
     mark = counts.mark(2)
     counts.by_sequence_N4.fill_(9)
     assert mark.by_sequence().tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert counts.by_sequence(1).tolist() == [[9] * 4]
+    assert counts.mark(1).by_sequence().tolist() == [[9] * 4]

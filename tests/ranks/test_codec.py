@@ -332,6 +332,18 @@ def test_columns_that_do_not_fit_each_other_are_refused(change: dict[str, Any], 
         decode_header(_forged("RunStep", columns))
 
 
+@pytest.mark.parametrize("looked_at", [{"history": history([3])}, {"output": np.array([3], np.int32)}])
+def test_work_ahead_with_what_sampling_looks_back_at_is_refused(looked_at: dict[str, Any]) -> None:
+    grammar = Grammar("json_object") if "output" in looked_at else None
+    sample = SampleSpec(params=SamplingParams(grammar=grammar), seed=1, position=1, generated=0, **looked_at)
+    work = SeqWork(rid="a", row=1, start=0, tokens=np.array([7], np.int32), slots={Part.FULL: np.array([1])},
+                   sample=sample)  # fmt: skip
+    plan = pack_plan(StepPlan(step=1, work=(work,)))
+    columns = msgspec.structs.replace(plan, ahead=plan, follows_A=np.array([0]), chooses=False)
+    with pytest.raises(FrameError, match="what sampling looks back at"):
+        decode_header(_forged("RunStep", columns))
+
+
 def test_a_grammar_without_the_tokens_that_it_follows_is_refused() -> None:
     sample = SampleSpec(params=SamplingParams(grammar=Grammar("json_object")), seed=1, position=1, generated=0)
     work = SeqWork(

@@ -12,15 +12,7 @@ from numpy.typing import NDArray
 
 from serinus.canary.hook import StepChecks
 from serinus.canary.lanes import PartLanes
-from serinus.canary.perturb import (
-    foreign_page,
-    next_token_swap,
-    page_bytes,
-    real_kv_post_forward,
-    real_kv_unused_cache,
-    real_kv_used,
-    req_to_token,
-)
+from serinus.canary.perturb import foreign_page, next_token_swap, page_bytes, real_kv, req_to_token
 from serinus.canary.perturb.damage import PageShape, Places
 from serinus.canary.perturb.plan import Injection, PerturbPlan, Place
 from serinus.core.log import get_logger
@@ -92,7 +84,7 @@ class Perturber:
             self._note("foreign_page", done, "no page is read that another prompt has a page of the same positions of")
         if self._due("real_kv_used") and (place := self._place("real_kv_used")):
             lanes, spared = self._lanes[part], self._damaged_slots()
-            done = real_kv_used.run(self._rngs["real_kv_used"], lanes, checks, place, spared)
+            done = real_kv.used(self._rngs["real_kv_used"], lanes, checks, place, spared)
             self._note("real_kv_used", done, "no slot is read that was not damaged before")
         if part in self._host and self._due("tier_bytes") and (place := self._place("tier_bytes")):
             rows, pages = self._host[part], self.cached.get(("host", part), np.empty(0, np.int32))
@@ -108,7 +100,7 @@ class Perturber:
         """After the step was stamped: bytes that it wrote."""
         name = "real_kv_post_forward"
         if self._due(name) and (place := self._place(name)):
-            done = real_kv_post_forward.run(self._rngs[name], self._lanes[self.plan.target], checks, batch, place)
+            done = real_kv.post_forward(self._rngs[name], self._lanes[self.plan.target], checks, batch, place)
             self._note(name, done, "the request drawn wrote nothing that is kept")
 
     def returned(self, result: StepResult) -> StepResult:
@@ -125,7 +117,7 @@ class Perturber:
         if part is self.plan.target and self._due(name) and (place := self._place(name)):
             pages = self.cached.get(("device", part), np.empty(0, np.int64))
             lanes, size, spared = self._lanes[part], self._shapes[part].page_size, self._damaged_slots()
-            done = real_kv_unused_cache.run(self._rngs[name], lanes, pages, size, step, place, spared)
+            done = real_kv.unused_cache(self._rngs[name], lanes, pages, size, step, place, spared)
             self._note(name, done, "no page is cached that is free and was not damaged before")
 
     def outgoing(self, pools: Mapping[Part, PageStore]) -> Mapping[Part, PageStore]:

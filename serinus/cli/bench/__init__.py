@@ -6,21 +6,19 @@ bytes came, because it shares the machine with what it measures.
 
 from serinus.cli.bench.answer import BenchAnswer, read_answer
 from serinus.cli.bench.dataset import DatasetSpec, Prompt, make_prompts
-from serinus.cli.bench.dialect import DIALECTS, Dialect
+from serinus.cli.bench.dialect import DIALECTS
 from serinus.cli.bench.drive import Load, drive
-from serinus.cli.bench.report import Goodput, Report, make_report, result_block
-from serinus.cli.bench.transport import Arrival, RequestTrace, Target, trace_request
+from serinus.cli.bench.report import Goodput, make_report, result_block
+from serinus.cli.bench.transport import Arrival, RequestTrace, Target
 
 __all__ = [
     "DIALECTS",
     "Arrival",
     "BenchAnswer",
     "DatasetSpec",
-    "Dialect",
     "Goodput",
     "Load",
     "Prompt",
-    "Report",
     "RequestTrace",
     "Target",
     "drive",
@@ -28,5 +26,4 @@ __all__ = [
     "make_report",
     "read_answer",
     "result_block",
-    "trace_request",
 ]

@@ -86,24 +86,19 @@ def _line(call: KernelCall) -> tuple[int, ...]:
     return call.body.address, call.threads, ctypes.addressof(call.arguments), words, refusal
 
 
-@intrinsic
-def _start(typingctx: Any, parallel: Any, body: Any, arguments: Any, threads: Any) -> Any:
+@intrinsic(types.void, types.int64, types.int64, types.int64, types.int64)
+def _start(builder: Any, parallel: Any, body: Any, arguments: Any, threads: Any) -> None:
     """Run a body: on this thread, or where `parallel` is an address by GOMP_parallel, which lies there."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte_at, void, i32 = ir.IntType(8).as_pointer(), ir.VoidType(), ir.IntType(32)
-        alone, team = ir.FunctionType(void, [byte_at]), ir.FunctionType(void, [byte_at, byte_at, i32, i32])
-        given = builder.inttoptr(args[2], byte_at)
-        with builder.if_else(builder.icmp_signed("==", args[0], ir.IntType(64)(0))) as (here, several):
-            with here:
-                builder.call(builder.inttoptr(args[1], alone.as_pointer()), [given])
-            with several:
-                count = builder.trunc(args[3], i32)
-                start = builder.inttoptr(args[0], team.as_pointer())
-                builder.call(start, [builder.inttoptr(args[1], byte_at), given, count, i32(0)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+    byte_at, void, i32 = ir.IntType(8).as_pointer(), ir.VoidType(), ir.IntType(32)
+    alone, team = ir.FunctionType(void, [byte_at]), ir.FunctionType(void, [byte_at, byte_at, i32, i32])
+    given = builder.inttoptr(arguments, byte_at)
+    with builder.if_else(builder.icmp_signed("==", parallel, ir.IntType(64)(0))) as (here, several):
+        with here:
+            builder.call(builder.inttoptr(body, alone.as_pointer()), [given])
+        with several:
+            count = builder.trunc(threads, i32)
+            start = builder.inttoptr(parallel, team.as_pointer())
+            builder.call(start, [builder.inttoptr(body, byte_at), given, count, i32(0)])
 
 
 @cache

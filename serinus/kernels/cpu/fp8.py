@@ -87,43 +87,33 @@ def load_pairs(builder: Any, address: Any, first: int, kind: int) -> Any:
     return builder.bitcast(builder.or_(bits, builder.shl(builder.and_(words, whole(0x80)), whole(8))), WORDS)
 
 
-@intrinsic
-def widen_row(typingctx: Any, source: Any, target: Any, D: Any, KIND: Any) -> Any:
+@intrinsic()
+def widen_row(builder: Any, source: Any, target: Any, D: int, KIND: int) -> None:
     """D (a multiple of 32) elements of FP8 at an address become bf16 at another one."""
-    size, kind = D.literal_value, KIND.literal_value
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        for first in range(0, size, 2 * LANES):
-            store(builder, load_pairs(builder, args[0], first, kind), shifted(builder, args[1], first * 2), 2)
-        return context.get_dummy_value()
-
-    return types.void(source, target, D, KIND), codegen
+    for first in range(0, D, 2 * LANES):
+        store(builder, load_pairs(builder, source, first, KIND), shifted(builder, target, first * 2), 2)
 
 
-@intrinsic
-def to_fp8(typingctx: Any, value: Any, KIND: Any) -> Any:
+@intrinsic(types.uint8, types.float32)
+def to_fp8(builder: Any, value: Any, KIND: int) -> Any:
     """fp32 -> the bits of FP8 (uint8): the nearest, half to even; beyond the largest the largest; NaN stays NaN."""
-    form = _FORMATS[KIND.literal_value]
+    form = _FORMATS[KIND]
     shift = 23 - form.mantissa
     largest, least = (_bits(number) for number in (form.largest, 2.0 ** (1 - form.bias)))
     magic = 2.0 ** (24 - form.bias - form.mantissa)  # its last bit is worth the least number
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = builder.bitcast(args[0], I32)
-        size = builder.and_(word, I32(0x7FFFFFFF))
-        is_nan = builder.icmp_unsigned(">", size, I32(0x7F800000))
-        size = builder.select(builder.icmp_unsigned(">", size, I32(largest)), I32(largest), size)
-        odd = builder.and_(builder.lshr(size, I32(shift)), I32(1))
-        near = builder.lshr(builder.add(builder.add(size, I32((1 << shift - 1) - 1)), odd), I32(shift))
-        near = builder.sub(near, I32((127 - form.bias) << form.mantissa))
-        moved = builder.fadd(builder.bitcast(size, F32), ir.Constant(F32, magic))
-        small = builder.sub(builder.bitcast(moved, I32), I32(_bits(magic)))
-        found = builder.select(builder.icmp_unsigned("<", size, I32(least)), small, near)
-        found = builder.select(is_nan, I32(0x7F), found)
-        sign = builder.and_(builder.lshr(word, I32(24)), I32(0x80))
-        return builder.trunc(builder.or_(found, sign), _I8)
-
-    return types.uint8(types.float32, KIND), codegen
+    word = builder.bitcast(value, I32)
+    size = builder.and_(word, I32(0x7FFFFFFF))
+    is_nan = builder.icmp_unsigned(">", size, I32(0x7F800000))
+    size = builder.select(builder.icmp_unsigned(">", size, I32(largest)), I32(largest), size)
+    odd = builder.and_(builder.lshr(size, I32(shift)), I32(1))
+    near = builder.lshr(builder.add(builder.add(size, I32((1 << shift - 1) - 1)), odd), I32(shift))
+    near = builder.sub(near, I32((127 - form.bias) << form.mantissa))
+    moved = builder.fadd(builder.bitcast(size, F32), ir.Constant(F32, magic))
+    small = builder.sub(builder.bitcast(moved, I32), I32(_bits(magic)))
+    found = builder.select(builder.icmp_unsigned("<", size, I32(least)), small, near)
+    found = builder.select(is_nan, I32(0x7F), found)
+    sign = builder.and_(builder.lshr(word, I32(24)), I32(0x80))
+    return builder.trunc(builder.or_(found, sign), _I8)
 
 
 def _bits(number: float) -> int:

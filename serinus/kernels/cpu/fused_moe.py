@@ -100,17 +100,13 @@ def _by_expert(
     return out_TE.to(x_TE.dtype)
 
 
-@intrinsic
-def _wide(typingctx: Any, value: Any) -> Any:
+@intrinsic(types.float32)
+def _wide(builder: Any, value: Any) -> Any:
     """bf16 bits (uint16) or fp32 -> fp32, exactly."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if signature.args[0] == types.float32:
-            return args[0]
-        word = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.IntType(32)(16))
-        return builder.bitcast(word, ir.FloatType())
-
-    return types.float32(value), codegen
+    if value.type == ir.FloatType():
+        return value
+    word = builder.shl(builder.zext(value, ir.IntType(32)), ir.IntType(32)(16))
+    return builder.bitcast(word, ir.FloatType())
 
 
 @inlined(fastmath=FAST)

@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any, Final
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -149,78 +148,58 @@ def _all(number: int) -> Any:
     return ir.Constant(_SUMS, [number] * 8)
 
 
-@intrinsic
-def absorb(typingctx: Any, sums: Any, key: Any, target: Any, source: Any, count: Any, STORE: Any) -> Any:
+@intrinsic()
+def absorb(builder: Any, sums: Any, key: Any, target: Any, source: Any, count: Any, STORE: int) -> None:
     """Add `count` stripes to the sums at an address; the first has the key at `key`, each next one 8 bytes on.
 
     STORE: 0 hashes only, 1 also writes the stripes to `target`, 2 does so past the caches (64-byte aligned).
     """
-    writes, past = STORE.literal_value > 0, STORE.literal_value == 2
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sums_at, key_at, target_at, source_at, stripes = args[:5]
-        total = cgutils.alloca_once(builder, _SUMS)
-        builder.store(load(builder, sums_at, _SUMS, 8), total)
-        swap = ir.Constant(ir.VectorType(I32, 8), [1, 0, 3, 2, 5, 4, 7, 6])
-        with cgutils.for_range(builder, stripes, intp=I64) as loop:
-            here = builder.mul(loop.index, I64(_STRIPE))
-            words = load(builder, builder.add(source_at, here), _SUMS, 1)
-            if writes:
-                written = store(builder, words, builder.add(target_at, here), _STRIPE if past else 1)
-                if past:
-                    written.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
-            mixed = builder.xor(words, load(builder, builder.add(key_at, builder.mul(loop.index, I64(8))), _SUMS, 1))
-            product = builder.mul(builder.and_(mixed, _all(0xFFFFFFFF)), builder.lshr(mixed, _all(32)))
-            step = builder.add(product, builder.shuffle_vector(words, words, swap))
-            builder.store(builder.add(builder.load(total), step), total)
-        store(builder, builder.load(total), sums_at, 8)
-        return context.get_dummy_value()
-
-    return types.void(sums, key, target, source, count, STORE), codegen
+    writes, past = STORE > 0, STORE == 2
+    total = cgutils.alloca_once(builder, _SUMS)
+    builder.store(load(builder, sums, _SUMS, 8), total)
+    swap = ir.Constant(ir.VectorType(I32, 8), [1, 0, 3, 2, 5, 4, 7, 6])
+    with cgutils.for_range(builder, count, intp=I64) as loop:
+        here = builder.mul(loop.index, I64(_STRIPE))
+        words = load(builder, builder.add(source, here), _SUMS, 1)
+        if writes:
+            written = store(builder, words, builder.add(target, here), _STRIPE if past else 1)
+            if past:
+                written.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
+        mixed = builder.xor(words, load(builder, builder.add(key, builder.mul(loop.index, I64(8))), _SUMS, 1))
+        product = builder.mul(builder.and_(mixed, _all(0xFFFFFFFF)), builder.lshr(mixed, _all(32)))
+        step = builder.add(product, builder.shuffle_vector(words, words, swap))
+        builder.store(builder.add(builder.load(total), step), total)
+    store(builder, builder.load(total), sums, 8)
 
 
-@intrinsic
-def scramble(typingctx: Any, sums: Any, key: Any) -> Any:
+@intrinsic()
+def scramble(builder: Any, sums: Any, key: Any) -> None:
     """Scramble the sums at an address, with the key at another, as XXH3 does after each block of 16 stripes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        found = load(builder, args[0], _SUMS, 8)
-        mixed = builder.xor(builder.xor(found, builder.lshr(found, _all(47))), load(builder, args[1], _SUMS, 1))
-        store(builder, builder.mul(mixed, _all(_P32_1)), args[0], 8)
-        return context.get_dummy_value()
-
-    return types.void(sums, key), codegen
+    found = load(builder, sums, _SUMS, 8)
+    mixed = builder.xor(builder.xor(found, builder.lshr(found, _all(47))), load(builder, key, _SUMS, 1))
+    store(builder, builder.mul(mixed, _all(_P32_1)), sums, 8)
 
 
-@intrinsic
-def merge(typingctx: Any, sums: Any, key: Any, byte_count: Any) -> Any:
+@intrinsic()
+def merge(builder: Any, sums: Any, key: Any, byte_count: Any) -> None:
     """The eight sums become the hash, which takes the place of the first."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def word(address: Any, index: int) -> Any:
-            return load(builder, shifted(builder, address, 8 * index), I64, 1)
+    def word(address: Any, index: int) -> Any:
+        return load(builder, shifted(builder, address, 8 * index), I64, 1)
 
-        result = builder.mul(args[2], I64(_P64_1))
-        for i in range(0, 8, 2):
-            pair = [builder.zext(builder.xor(word(args[0], i + k), word(args[1], i + k)), _I128) for k in (0, 1)]
-            wide = builder.mul(*pair)
-            high = builder.trunc(builder.lshr(wide, _I128(64)), I64)
-            result = builder.add(result, builder.xor(builder.trunc(wide, I64), high))
-        result = builder.xor(result, builder.lshr(result, I64(37)))
-        result = builder.mul(result, I64(_AVALANCHE))
-        result = builder.xor(result, builder.lshr(result, I64(32)))
-        store(builder, result, args[0], 8)
-        return context.get_dummy_value()
-
-    return types.void(sums, key, byte_count), codegen
+    result = builder.mul(byte_count, I64(_P64_1))
+    for i in range(0, 8, 2):
+        pair = [builder.zext(builder.xor(word(sums, i + k), word(key, i + k)), _I128) for k in (0, 1)]
+        wide = builder.mul(*pair)
+        high = builder.trunc(builder.lshr(wide, _I128(64)), I64)
+        result = builder.add(result, builder.xor(builder.trunc(wide, I64), high))
+    result = builder.xor(result, builder.lshr(result, I64(37)))
+    result = builder.mul(result, I64(_AVALANCHE))
+    result = builder.xor(result, builder.lshr(result, I64(32)))
+    store(builder, result, sums, 8)
 
 
-@intrinsic
-def publish(typingctx: Any) -> Any:
+@intrinsic()
+def publish(builder: Any) -> None:
     """What was written past the caches is seen by other threads before whatever this one writes next."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    builder.fence("seq_cst")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from numba import types
-
 from serinus.kernels.cpu.llvm import (
     FLOATS,
     I32,
@@ -30,45 +28,38 @@ LOCALITY = 2
 """LLVM's word for the second cache, where the next chunk goes: the first one is full of this chunk and the rows."""
 
 
-@intrinsic
+@intrinsic()
 def add_products(
-    typingctx: Any, x: Any, x_stride: Any, weight: Any, before: Any, sums: Any, words: Any, fetch: Any,
-    fetch_step: Any, ROWS: Any, PAIRED: Any,
-) -> Any:  # fmt: skip
+    builder: Any, x: Any, x_stride: Any, weight: Any, before: Any, sums: Any, words: Any, fetch: Any, fetch_step: Any,
+    ROWS: int, PAIRED: int,
+) -> None:  # fmt: skip
     """sums = before + x weight for ROWS rows and one block of outputs, word after word: pairs of bf16, or fp32.
 
     x: rows of `words` words, `x_stride` bytes apart. weight: [words, 64] likewise. before, sums: fp32 [ROWS, 64].
     With word w the cache lines from `fetch` + w * `fetch_step` are called for, up to those of the next, at most 4.
     """
-    count, paired = ROWS.literal_value, bool(PAIRED.literal_value)
     columns = range(BLOCK // LANES)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x_at, x_step, weight_at, before_at, sums_at, word_count, fetch_at, fetch_by = args[:8]
-        cells = [(i, j, i * BLOCK * 4 + j * 64) for i in range(count) for j in columns]
-        held = {(i, j): cgutils.alloca_once(builder, FLOATS) for i, j, _ in cells}
-        for i, j, place in cells:
-            builder.store(load(builder, shifted(builder, before_at, place), FLOATS), held[i, j])
-        rows = [builder.add(x_at, builder.mul(x_step, I64(i))) for i in range(count)]
-        with cgutils.for_range(builder, word_count, intp=I64) as loop:
-            ahead = builder.add(fetch_at, builder.mul(fetch_by, loop.index))
-            for j in columns:
-                if not j:
-                    prefetch(builder, ahead, LOCALITY)
-                    continue
-                with builder.if_then(builder.icmp_signed(">", fetch_by, I64(j * 64))):
-                    prefetch(builder, shifted(builder, ahead, j * 64), LOCALITY)
-            here = builder.add(weight_at, builder.mul(loop.index, I64(BLOCK * 4)))
-            kind = PAIRS if paired else FLOATS
-            weights = [builder.bitcast(load(builder, shifted(builder, here, j * 64), WORDS), kind) for j in columns]
-            for i in range(count):
-                word = load(builder, builder.add(rows[i], builder.mul(loop.index, I64(4))), I32)
-                add_word(builder, word, weights, [held[i, j] for j in columns])
-        for i, j, place in cells:
-            store(builder, builder.load(held[i, j]), shifted(builder, sums_at, place))
-        return context.get_dummy_value()
-
-    return types.void(x, x_stride, weight, before, sums, words, fetch, fetch_step, ROWS, PAIRED), codegen
+    cells = [(i, j, i * BLOCK * 4 + j * 64) for i in range(ROWS) for j in columns]
+    held = {(i, j): cgutils.alloca_once(builder, FLOATS) for i, j, _ in cells}
+    for i, j, place in cells:
+        builder.store(load(builder, shifted(builder, before, place), FLOATS), held[i, j])
+    rows = [builder.add(x, builder.mul(x_stride, I64(i))) for i in range(ROWS)]
+    with cgutils.for_range(builder, words, intp=I64) as loop:
+        ahead = builder.add(fetch, builder.mul(fetch_step, loop.index))
+        for j in columns:
+            if not j:
+                prefetch(builder, ahead, LOCALITY)
+                continue
+            with builder.if_then(builder.icmp_signed(">", fetch_step, I64(j * 64))):
+                prefetch(builder, shifted(builder, ahead, j * 64), LOCALITY)
+        here = builder.add(weight, builder.mul(loop.index, I64(BLOCK * 4)))
+        kind = PAIRS if PAIRED else FLOATS
+        weights = [builder.bitcast(load(builder, shifted(builder, here, j * 64), WORDS), kind) for j in columns]
+        for i in range(ROWS):
+            word = load(builder, builder.add(rows[i], builder.mul(loop.index, I64(4))), I32)
+            add_word(builder, word, weights, [held[i, j] for j in columns])
+    for i, j, place in cells:
+        store(builder, builder.load(held[i, j]), shifted(builder, sums, place))
 
 
 def add_word(builder: Any, word: Any, weights: Sequence[Any], held: Sequence[Any]) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from numba import types
 from torch import Tensor
 
 from serinus.kernels.cpu.llvm import FLOATS, I32, I64, LANES, PAIRS, WORDS, call, load, prefetch, shifted, store
@@ -77,10 +76,10 @@ def _by_block(table_OG: Tensor, missing_out: int) -> Tensor:
     return padded.view(-1, BLOCK, table_OG.shape[1]).transpose(1, 2).contiguous()
 
 
-@intrinsic
+@intrinsic()
 def unpack(
-    typingctx: Any, source: Any, target: Any, count: Any, zeros: Any, fetch: Any, BITS: Any, PAIRED: Any, LEVELS: Any
-) -> Any:
+    builder: Any, source: Any, target: Any, count: Any, zeros: Any, fetch: Any, BITS: int, PAIRED: int, LEVELS: int
+) -> None:
     """Integers of one block become words: `count` words (of one input, or where PAIRED of two) for each of 64 outputs.
 
     source: where their bytes begin. target: [count, 64] fp32, or pairs of bf16. zeros: int8 [64], subtracted where
@@ -88,54 +87,42 @@ def unpack(
     words.
     """
     form = _Form(BITS, PAIRED, LEVELS)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source_at, target_at, count, zeros_at, fetch_at = args[:5]
-        with _steps(builder, form, source_at, count, zeros_at, fetch_at) as (index, columns):
-            there = builder.add(target_at, builder.mul(I64(form.words * BLOCK * 4), index))
-            for j, word in enumerate(columns):
-                for number in range(form.words):
-                    spot = shifted(builder, there, number * BLOCK * 4 + j * 64)
-                    store(builder, builder.bitcast(word(number), WORDS), spot)
-        return context.get_dummy_value()
-
-    return types.void(source, target, count, zeros, fetch, BITS, PAIRED, LEVELS), codegen
-
-
-@intrinsic
-def add_unpacked(
-    typingctx: Any, x: Any, x_stride: Any, source: Any, sums: Any, count: Any, zeros: Any, fetch: Any, ROWS: Any,
-    BITS: Any, PAIRED: Any, LEVELS: Any,
-) -> Any:  # fmt: skip
-    """`unpack` and `add_products` in registers, for ROWS rows; the bits of one after the other."""
-    form, count_rows, size = _Form(BITS, PAIRED, LEVELS), ROWS.literal_value, BLOCK // LANES
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x_at, x_step, source_at, sums_at, count, zeros_at, fetch_at = args[:7]
-        cells = {(i, j): shifted(builder, sums_at, (i * size + j) * 64) for i in range(count_rows) for j in range(size)}
-        held = {cell: cgutils.alloca_once(builder, FLOATS) for cell in cells}
-        for cell, spot in cells.items():
-            builder.store(load(builder, spot, FLOATS), held[cell])
-        rows = [builder.add(x_at, builder.mul(x_step, I64(i))) for i in range(count_rows)]
-        with _steps(builder, form, source_at, count, zeros_at, fetch_at) as (index, columns):
-            first = builder.mul(I64(form.words * 4), index)
+    with _steps(builder, form, source, count, zeros, fetch) as (index, columns):
+        there = builder.add(target, builder.mul(I64(form.words * BLOCK * 4), index))
+        for j, word in enumerate(columns):
             for number in range(form.words):
-                weights = [builder.bitcast(word(number), PAIRS if form.paired else FLOATS) for word in columns]
-                for i in range(count_rows):
-                    spot = shifted(builder, builder.add(rows[i], first), number * 4)
-                    add_word(builder, load(builder, spot, I32), weights, [held[i, j] for j in range(size)])
-        for cell, spot in cells.items():
-            store(builder, builder.load(held[cell]), spot)
-        return context.get_dummy_value()
+                spot = shifted(builder, there, number * BLOCK * 4 + j * 64)
+                store(builder, builder.bitcast(word(number), WORDS), spot)
 
-    return types.void(x, x_stride, source, sums, count, zeros, fetch, ROWS, BITS, PAIRED, LEVELS), codegen
+
+@intrinsic()
+def add_unpacked(
+    builder: Any, x: Any, x_stride: Any, source: Any, sums: Any, count: Any, zeros: Any, fetch: Any, ROWS: int,
+    BITS: int, PAIRED: int, LEVELS: int,
+) -> None:  # fmt: skip
+    """`unpack` and `add_products` in registers, for ROWS rows; the bits of one after the other."""
+    form, size = _Form(BITS, PAIRED, LEVELS), BLOCK // LANES
+    cells = {(i, j): shifted(builder, sums, (i * size + j) * 64) for i in range(ROWS) for j in range(size)}
+    held = {cell: cgutils.alloca_once(builder, FLOATS) for cell in cells}
+    for cell, spot in cells.items():
+        builder.store(load(builder, spot, FLOATS), held[cell])
+    rows = [builder.add(x, builder.mul(x_stride, I64(i))) for i in range(ROWS)]
+    with _steps(builder, form, source, count, zeros, fetch) as (index, columns):
+        first = builder.mul(I64(form.words * 4), index)
+        for number in range(form.words):
+            weights = [builder.bitcast(word(number), PAIRS if form.paired else FLOATS) for word in columns]
+            for i in range(ROWS):
+                spot = shifted(builder, builder.add(rows[i], first), number * 4)
+                add_word(builder, load(builder, spot, I32), weights, [held[i, j] for j in range(size)])
+    for cell, spot in cells.items():
+        store(builder, builder.load(held[cell]), spot)
 
 
 class _Form:
     """What is known of the integers at compile time."""
 
-    def __init__(self, bits: Any, paired: Any, levels: Any) -> None:
-        self.bits, self.paired, self.levels = bits.literal_value, bool(paired.literal_value), levels.literal_value
+    def __init__(self, bits: int, paired: int, levels: int) -> None:
+        self.bits, self.paired, self.levels = bits, bool(paired), levels
         self.words = 1 if self.bits == 8 else IN_STEP // 2 if self.paired else IN_STEP
         """That are made of what is read at once."""
         inputs = self.words * 2 if self.paired else self.words

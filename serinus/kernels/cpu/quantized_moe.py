@@ -55,17 +55,8 @@ def packed_experts(experts: Iterable[Expert], gate_up_bias: Tensor | None, down_
         ups.append(packed_blocks(gate_up.rows(range(inner, 2 * inner))))
         downs.append(packed_blocks(down))
     both = [each for pair in zip(gates, ups, strict=True) for each in pair]
-    count = len(downs)
-    gate_up_stack, gate_up_rows = _stacked(both)
-    down_stack, down_rows = _stacked(downs)
-    return PackedExperts(
-        gate_up=gate_up_stack,
-        down=down_stack,
-        gate_up_bias=None if gate_up_bias is None else gate_up_bias.float().contiguous(),
-        down_bias=None if down_bias is None else down_bias.float().contiguous(),
-        sizes=(count, inner, width),
-        rows=ExpertRows(gate_up=gate_up_rows, down=down_rows),
-    )
+    sizes = len(downs), inner, width
+    return PackedExperts.of_integers(_stacked(both), _stacked(downs), gate_up_bias, down_bias, sizes)
 
 
 def _stacked(parts: list[_Packed]) -> _Packed:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
 from typing import Any
 
 import llvmlite.binding  # type: ignore[import-untyped]
@@ -29,9 +30,33 @@ def host_has(feature: str) -> bool:
     return bool(llvmlite.binding.get_host_cpu_features().get(feature, False))
 
 
-def intrinsic(function: Callable[..., Any]) -> Any:
-    """Decorator: a function that writes LLVM IR where it is called. Integer constants arrive as literals."""
-    return numba.extending.intrinsic(prefer_literal=True)(function)
+def intrinsic(returns: Any = types.void, *takes: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: a function that writes LLVM IR where it is called.
+
+    It takes the builder and then what a kernel calls it with: an argument in capitals is a compile-time constant and
+    comes as a number of Python's, any other as a value of LLVM's. It returns the value of the call, if it has one.
+
+    Args:
+        returns: numba's type of the value.
+        takes: numba's types of the first arguments, which are converted; what follows is taken as it is given.
+    """
+
+    def declare(function: Callable[..., Any]) -> Any:
+        constants = [name.isupper() for name in inspect.signature(function).parameters][1:]
+
+        @wraps(function)  # numba reads the names of the arguments from it, less the first one
+        def typed(_typing: Any, *given: Any) -> Any:
+            def write(context: Any, builder: Any, _signature: Any, values: Sequence[Any]) -> Any:
+                each = zip(given, values, constants, strict=True)
+                args = [kind.literal_value if constant else value for kind, value, constant in each]
+                result = function(builder, *args)
+                return context.get_dummy_value() if returns is types.void else result
+
+            return returns(*takes, *given[len(takes) :]), write
+
+        return numba.extending.intrinsic(prefer_literal=True)(typed)
+
+    return declare
 
 
 def inlined(*, fastmath: set[str]) -> Callable[[Callable[..., Any]], Any]:
@@ -59,125 +84,83 @@ _F32 = ir.FloatType()
 _I32 = ir.IntType(32)
 
 
-@intrinsic
-def at(typingctx: Any, address: Any) -> Any:
+@intrinsic(types.voidptr, types.int64)
+def at(builder: Any, address: Any) -> Any:
     """The int64 address as a pointer, for numba.carray."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), codegen
+    return builder.inttoptr(address, ir.IntType(8).as_pointer())
 
 
-@intrinsic
-def fetch_add(typingctx: Any, address: Any, step: Any) -> Any:
+@intrinsic(types.int64, types.int64, types.int64)
+def fetch_add(builder: Any, address: Any, step: Any) -> Any:
     """Add to the int64 at an address, atomically; returns what was there."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", pointer, args[1], "monotonic")
-
-    return types.int64(types.int64, types.int64), codegen
+    pointer = builder.inttoptr(address, ir.IntType(64).as_pointer())
+    return builder.atomic_rmw("add", pointer, step, "monotonic")
 
 
-@intrinsic
-def publish(typingctx: Any, address: Any, step: Any) -> Any:
+@intrinsic(types.void, types.int64, types.int64)
+def publish(builder: Any, address: Any, step: Any) -> None:
     """Add to the int64 at an address; a thread that has seen the sum (`await_count`) sees all that
     this one wrote before."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        builder.atomic_rmw("add", pointer, args[1], "release")
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    pointer = builder.inttoptr(address, ir.IntType(64).as_pointer())
+    builder.atomic_rmw("add", pointer, step, "release")
 
 
-@intrinsic
-def await_count(typingctx: Any, address: Any, count: Any) -> Any:
+@intrinsic(types.void, types.int64, types.int64)
+def await_count(builder: Any, address: Any, count: Any) -> None:
     """Spin until the int64 at an address has reached a number. What is waited for must be under way on some thread: no
     thread may be asked to begin it."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        waiting, done = builder.append_basic_block("waiting"), builder.append_basic_block("done")
-        builder.branch(waiting)
-        builder.position_at_end(waiting)
-        pause = ir.FunctionType(ir.VoidType(), [])
-        if host_has("sse2"):
-            builder.call(cgutils.get_or_insert_function(builder.module, pause, "llvm.x86.sse2.pause"), [])
-        seen = builder.load_atomic(pointer, "acquire", 8)
-        builder.cbranch(builder.icmp_signed("<", seen, args[1]), waiting, done)
-        builder.position_at_end(done)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    pointer = builder.inttoptr(address, ir.IntType(64).as_pointer())
+    waiting, done = builder.append_basic_block("waiting"), builder.append_basic_block("done")
+    builder.branch(waiting)
+    builder.position_at_end(waiting)
+    pause = ir.FunctionType(ir.VoidType(), [])
+    if host_has("sse2"):
+        builder.call(cgutils.get_or_insert_function(builder.module, pause, "llvm.x86.sse2.pause"), [])
+    seen = builder.load_atomic(pointer, "acquire", 8)
+    builder.cbranch(builder.icmp_signed("<", seen, count), waiting, done)
+    builder.position_at_end(done)
 
 
-@intrinsic
-def widen(typingctx: Any, word: Any) -> Any:
+@intrinsic(types.float32, types.uint16)
+def widen(builder: Any, word: Any) -> Any:
     """bf16 bits (uint16) -> fp32, exactly."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), _I32(16)), _F32)
-
-    return types.float32(types.uint16), codegen
+    return builder.bitcast(builder.shl(builder.zext(word, _I32), _I32(16)), _F32)
 
 
-@intrinsic
-def narrow(typingctx: Any, value: Any) -> Any:
+@intrinsic(types.uint16, types.float32)
+def narrow(builder: Any, value: Any) -> Any:
     """fp32 -> bf16 bits (uint16), to the nearest even; every NaN becomes the quiet one."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = builder.bitcast(args[0], _I32)
-        odd = builder.and_(builder.lshr(word, _I32(16)), _I32(1))
-        rounded = builder.lshr(builder.add(builder.add(word, _I32(0x7FFF)), odd), _I32(16))
-        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-        return builder.trunc(builder.select(is_nan, _I32(0x7FC0), rounded), ir.IntType(16))
-
-    return types.uint16(types.float32), codegen
+    word = builder.bitcast(value, _I32)
+    odd = builder.and_(builder.lshr(word, _I32(16)), _I32(1))
+    rounded = builder.lshr(builder.add(builder.add(word, _I32(0x7FFF)), odd), _I32(16))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    return builder.trunc(builder.select(is_nan, _I32(0x7FC0), rounded), ir.IntType(16))
 
 
-@intrinsic
-def exponent(typingctx: Any, value: Any) -> Any:
+@intrinsic(types.int32, types.float32)
+def exponent(builder: Any, value: Any) -> Any:
     """The int32 e with value * 2 ** -e in [sqrt(1/2), sqrt(2)), for a positive, normal fp32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ashr(builder.sub(builder.bitcast(args[0], _I32), _I32(0x3F3504F3)), _I32(23))
-
-    return types.int32(types.float32), codegen
+    return builder.ashr(builder.sub(builder.bitcast(value, _I32), _I32(0x3F3504F3)), _I32(23))
 
 
-@intrinsic
-def whole(typingctx: Any, value: Any) -> Any:
+@intrinsic(types.int32, types.float32)
+def whole(builder: Any, value: Any) -> Any:
     """A whole fp32 as int32; numba's own conversion goes through 64 bits, which halves the vectors."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fptosi(args[0], _I32)
-
-    return types.int32(types.float32), codegen
+    return builder.fptosi(value, _I32)
 
 
-@intrinsic
-def scaled(typingctx: Any, value: Any, exponent: Any) -> Any:
+@intrinsic(types.float32, types.float32, types.int32)
+def scaled(builder: Any, value: Any, exponent: Any) -> Any:
     """value * 2 ** exponent, by adding to the exponent's bits; the result must be a normal number."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = builder.add(builder.bitcast(args[0], _I32), builder.shl(args[1], _I32(23)))
-        return builder.bitcast(word, _F32)
-
-    return types.float32(types.float32, types.int32), codegen
+    word = builder.add(builder.bitcast(value, _I32), builder.shl(exponent, _I32(23)))
+    return builder.bitcast(word, _F32)
 
 
-@intrinsic
-def nearest(typingctx: Any, value: Any) -> Any:
+@intrinsic(types.float32, types.float32)
+def nearest(builder: Any, value: Any) -> Any:
     """The nearest whole number, as fp32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_F32, [_F32])
-        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.rint.f32"), args)
-
-    return types.float32(types.float32), codegen
+    kind = ir.FunctionType(_F32, [_F32])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.rint.f32"), [value])
 
 
 GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

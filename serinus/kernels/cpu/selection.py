@@ -59,88 +59,69 @@ def _population(builder: Any, mask: Any) -> Any:
     return builder.zext(call(builder, "llvm.ctpop.i16", _I16, [_bits(builder, mask)]), I64)
 
 
-@intrinsic
-def lift(typingctx: Any, source: Any, target: Any, vectors: Any, mask: Any, BF16: Any, MASKED: Any) -> Any:
+@intrinsic(types.float32)
+def lift(builder: Any, source: Any, target: Any, vectors: Any, mask: Any, BF16: int, MASKED: int) -> Any:
     """Logits to scores: fp32, within +-SCORE_MAX, and -SCORE_MAX where the bit of a `mask` is 0. Returns the largest,
     or -SCORE_MAX where there is no vector."""
-    bf16, masked = bool(BF16.literal_value), bool(MASKED.literal_value)
+    best = cgutils.alloca_once_value(builder, _floats(-SCORE_MAX))
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        best = cgutils.alloca_once_value(builder, _floats(-SCORE_MAX))
+    def body(spot: Any, index: Any) -> None:
+        here = builder.add(source, builder.mul(index, I64(LANES * (2 if BF16 else 4))))
+        if BF16:
+            words = builder.zext(load(builder, here, ir.VectorType(_I16, LANES), 2), WORDS)
+            vector = builder.bitcast(builder.shl(words, ir.Constant(WORDS, [16] * LANES)), FLOATS)
+        else:
+            vector = load(builder, here, FLOATS)
+        vector = _held(builder, vector)
+        if MASKED:
+            word = load(builder, builder.add(mask, builder.mul(index, I64(2))), _I16, 2)
+            vector = builder.select(builder.bitcast(word, _FLAGS), vector, _floats(-SCORE_MAX))
+        store(builder, vector, spot)
+        builder.store(call(builder, "llvm.maxnum.v16f32", FLOATS, [builder.load(best), vector]), best)
 
-        def body(spot: Any, index: Any) -> None:
-            here = builder.add(args[0], builder.mul(index, I64(LANES * (2 if bf16 else 4))))
-            if bf16:
-                words = builder.zext(load(builder, here, ir.VectorType(_I16, LANES), 2), WORDS)
-                vector = builder.bitcast(builder.shl(words, ir.Constant(WORDS, [16] * LANES)), FLOATS)
-            else:
-                vector = load(builder, here, FLOATS)
-            vector = _held(builder, vector)
-            if masked:
-                word = load(builder, builder.add(args[3], builder.mul(index, I64(2))), _I16, 2)
-                vector = builder.select(builder.bitcast(word, _FLAGS), vector, _floats(-SCORE_MAX))
-            store(builder, vector, spot)
-            builder.store(call(builder, "llvm.maxnum.v16f32", FLOATS, [builder.load(best), vector]), best)
-
-        _each(builder, args[1], args[2], body)
-        return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [builder.load(best)])
-
-    return types.float32(source, target, vectors, mask, BF16, MASKED), codegen
+    _each(builder, target, vectors, body)
+    return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [builder.load(best)])
 
 
-@intrinsic
-def highest(typingctx: Any, row: Any, vectors: Any) -> Any:
+@intrinsic(types.float32)
+def highest(builder: Any, row: Any, vectors: Any) -> Any:
     """The largest score of a row."""
+    best = cgutils.alloca_once_value(builder, _floats(-math.inf))
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        best = cgutils.alloca_once_value(builder, _floats(-math.inf))
+    def body(spot: Any, _: Any) -> None:
+        vector, before = load(builder, spot, FLOATS), builder.load(best)
+        builder.store(builder.select(builder.fcmp_ordered(">", vector, before), vector, before), best)
 
-        def body(spot: Any, _: Any) -> None:
-            vector, before = load(builder, spot, FLOATS), builder.load(best)
-            builder.store(builder.select(builder.fcmp_ordered(">", vector, before), vector, before), best)
-
-        _each(builder, args[0], args[1], body)
-        return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [builder.load(best)])
-
-    return types.float32(row, vectors), codegen
+    _each(builder, row, vectors, body)
+    return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [builder.load(best)])
 
 
-@intrinsic
-def penalise(typingctx: Any, row: Any, seen: Any, vectors: Any, penalty: Any) -> Any:
+@intrinsic()
+def penalise(builder: Any, row: Any, seen: Any, vectors: Any, penalty: Any) -> None:
     """Scores of tokens whose bit is set: positive ones over the penalty, others times it; within +-SCORE_MAX."""
+    factor = splat(builder, penalty)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        factor = splat(builder, args[3])
+    def body(spot: Any, index: Any) -> None:
+        word = load(builder, builder.add(seen, builder.mul(index, I64(2))), _I16, 1)
+        with builder.if_then(builder.icmp_unsigned("!=", word, _I16(0))):
+            old = load(builder, spot, FLOATS)
+            positive = builder.fcmp_ordered(">", old, _floats(0.0))
+            new = builder.select(positive, builder.fdiv(old, factor), builder.fmul(old, factor))
+            chosen = builder.select(builder.bitcast(word, _FLAGS), _held(builder, new), old)
+            store(builder, chosen, spot)
 
-        def body(spot: Any, index: Any) -> None:
-            word = load(builder, builder.add(args[1], builder.mul(index, I64(2))), _I16, 1)
-            with builder.if_then(builder.icmp_unsigned("!=", word, _I16(0))):
-                old = load(builder, spot, FLOATS)
-                positive = builder.fcmp_ordered(">", old, _floats(0.0))
-                new = builder.select(positive, builder.fdiv(old, factor), builder.fmul(old, factor))
-                chosen = builder.select(builder.bitcast(word, _FLAGS), _held(builder, new), old)
-                store(builder, chosen, spot)
-
-        _each(builder, args[0], args[2], body)
-        return context.get_dummy_value()
-
-    return types.void(row, seen, vectors, penalty), codegen
+    _each(builder, row, vectors, body)
 
 
-@intrinsic
-def raise_all(typingctx: Any, row: Any, vectors: Any, top: Any, factor: Any) -> Any:
+@intrinsic()
+def raise_all(builder: Any, row: Any, vectors: Any, top: Any, factor: Any) -> None:
     """row = (row - top) * factor."""
+    top, factor = splat(builder, top), splat(builder, factor)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        top, factor = splat(builder, args[2]), splat(builder, args[3])
+    def body(spot: Any, index: Any) -> None:
+        store(builder, builder.fmul(builder.fsub(load(builder, spot, FLOATS), top), factor), spot)
 
-        def body(spot: Any, index: Any) -> None:
-            store(builder, builder.fmul(builder.fsub(load(builder, spot, FLOATS), top), factor), spot)
-
-        _each(builder, args[0], args[1], body)
-        return context.get_dummy_value()
-
-    return types.void(row, vectors, top, factor), codegen
+    _each(builder, row, vectors, body)
 
 
 class _Sum:
@@ -167,82 +148,70 @@ class _Sum:
         return call(builder, "llvm.vector.reduce.fadd.v8f64", _F64, args, fastmath=("reassoc",))
 
 
-@intrinsic
-def weigh(typingctx: Any, row: Any, vectors: Any, top: Any, pivot: Any, total: Any) -> Any:
+@intrinsic(types.float64)
+def weigh(builder: Any, row: Any, vectors: Any, top: Any, pivot: Any, total: Any) -> Any:
     """The sum of exp(score - top), fp64, over scores of at least the pivot; none is above `top`.
 
     total: fp64, set to the sum over all.
     """
+    upper, whole = _Sum(builder), _Sum(builder)
+    top, pivot = splat(builder, top), splat(builder, pivot)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        upper, whole = _Sum(builder), _Sum(builder)
-        top, pivot = splat(builder, args[2]), splat(builder, args[3])
+    def body(spot: Any, _: Any) -> None:
+        vector = load(builder, spot, FLOATS)
+        share = vector_exp2(builder, builder.fmul(builder.fsub(vector, top), _floats(LOG2_E)))
+        share = builder.select(builder.fcmp_ordered("ord", vector, vector), share, _floats(0.0))
+        whole.add(share)
+        upper.add(builder.select(builder.fcmp_ordered(">=", vector, pivot), share, _floats(0.0)))
 
-        def body(spot: Any, _: Any) -> None:
-            vector = load(builder, spot, FLOATS)
-            share = vector_exp2(builder, builder.fmul(builder.fsub(vector, top), _floats(LOG2_E)))
-            share = builder.select(builder.fcmp_ordered("ord", vector, vector), share, _floats(0.0))
-            whole.add(share)
-            upper.add(builder.select(builder.fcmp_ordered(">=", vector, pivot), share, _floats(0.0)))
-
-        runs = builder.lshr(builder.add(args[1], I64(_RUN - 1)), I64(_RUN.bit_length() - 1))
-        with cgutils.for_range(builder, runs, intp=I64) as loop:
-            first = builder.mul(loop.index, I64(_RUN))
-            left = builder.sub(args[1], first)
-            count = builder.select(builder.icmp_signed("<", left, I64(_RUN)), left, I64(_RUN))
-            _each(builder, builder.add(args[0], builder.mul(first, I64(LANES * 4))), count, body)
-            whole.end_run()
-            upper.end_run()
-        store(builder, whole.total(), args[4], 8)
-        return upper.total()
-
-    return types.float64(row, vectors, top, pivot, total), codegen
+    runs = builder.lshr(builder.add(vectors, I64(_RUN - 1)), I64(_RUN.bit_length() - 1))
+    with cgutils.for_range(builder, runs, intp=I64) as loop:
+        first = builder.mul(loop.index, I64(_RUN))
+        left = builder.sub(vectors, first)
+        count = builder.select(builder.icmp_signed("<", left, I64(_RUN)), left, I64(_RUN))
+        _each(builder, builder.add(row, builder.mul(first, I64(LANES * 4))), count, body)
+        whole.end_run()
+        upper.end_run()
+    store(builder, whole.total(), total, 8)
+    return upper.total()
 
 
-@intrinsic
-def count_from(typingctx: Any, row: Any, vectors: Any, pivot: Any) -> Any:
+@intrinsic(types.int64)
+def count_from(builder: Any, row: Any, vectors: Any, pivot: Any) -> Any:
     """How many scores are at least the pivot."""
+    count, pivot = cgutils.alloca_once_value(builder, I64(0)), splat(builder, pivot)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        count, pivot = cgutils.alloca_once_value(builder, I64(0)), splat(builder, args[2])
+    def body(spot: Any, index: Any) -> None:
+        mask = builder.fcmp_ordered(">=", load(builder, spot, FLOATS), pivot)
+        builder.store(builder.add(builder.load(count), _population(builder, mask)), count)
 
-        def body(spot: Any, index: Any) -> None:
-            mask = builder.fcmp_ordered(">=", load(builder, spot, FLOATS), pivot)
-            builder.store(builder.add(builder.load(count), _population(builder, mask)), count)
-
-        _each(builder, args[0], args[1], body)
-        return builder.load(count)
-
-    return types.int64(row, vectors, pivot), codegen
+    _each(builder, row, vectors, body)
+    return builder.load(count)
 
 
-@intrinsic
-def gather(typingctx: Any, row: Any, vectors: Any, pivot: Any, target: Any, ABOVE: Any) -> Any:
+@intrinsic(types.int64)
+def gather(builder: Any, row: Any, vectors: Any, pivot: Any, target: Any, ABOVE: int) -> Any:
     """The scores above the pivot (ABOVE = 1) or below it, one after the other from `target`, and a vector of NaN behind
     them. Returns how many. The target has room for 16 more."""
-    sign = ">" if ABOVE.literal_value else "<"
+    sign = ">" if ABOVE else "<"
+    found, pivot = cgutils.alloca_once_value(builder, target), splat(builder, pivot)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        found, pivot = cgutils.alloca_once_value(builder, args[3]), splat(builder, args[2])
+    def body(spot: Any, index: Any) -> None:
+        vector, end = load(builder, spot, FLOATS), builder.load(found)
+        mask = builder.fcmp_ordered(sign, vector, pivot)
+        # No branch around an empty mask: it would be guessed wrong too often to pay.
+        if host_has("avx512f"):  # in a register: into memory it is microcode on Zen 4
+            packing = [vector, _floats(math.nan), mask]
+            store(builder, call(builder, "llvm.x86.avx512.mask.compress.v16f32", FLOATS, packing), end)
+        else:
+            pointer = builder.inttoptr(end, F32.as_pointer())
+            call(builder, "llvm.masked.compressstore.v16f32", ir.VoidType(), [vector, pointer, mask])
+        builder.store(builder.add(end, builder.shl(_population(builder, mask), I64(2))), found)
 
-        def body(spot: Any, index: Any) -> None:
-            vector, end = load(builder, spot, FLOATS), builder.load(found)
-            mask = builder.fcmp_ordered(sign, vector, pivot)
-            # No branch around an empty mask: it would be guessed wrong too often to pay.
-            if host_has("avx512f"):  # in a register: into memory it is microcode on Zen 4
-                packing = [vector, _floats(math.nan), mask]
-                store(builder, call(builder, "llvm.x86.avx512.mask.compress.v16f32", FLOATS, packing), end)
-            else:
-                pointer = builder.inttoptr(end, F32.as_pointer())
-                call(builder, "llvm.masked.compressstore.v16f32", ir.VoidType(), [vector, pointer, mask])
-            builder.store(builder.add(end, builder.shl(_population(builder, mask), I64(2))), found)
-
-        _each(builder, args[0], args[1], body)
-        end = builder.load(found)
-        store(builder, _floats(math.nan), end)
-        return builder.lshr(builder.sub(end, args[3]), I64(2))
-
-    return types.int64(row, vectors, pivot, target, ABOVE), codegen
+    _each(builder, row, vectors, body)
+    end = builder.load(found)
+    store(builder, _floats(math.nan), end)
+    return builder.lshr(builder.sub(end, target), I64(2))
 
 
 def _first(
@@ -262,49 +231,40 @@ def _first(
     return builder.load(found)
 
 
-@intrinsic
-def next_at_least(typingctx: Any, row: Any, first: Any, vectors: Any, least: Any) -> Any:
+@intrinsic(types.int64)
+def next_at_least(builder: Any, row: Any, first: Any, vectors: Any, least: Any) -> Any:
     """The first vector from `first` on that has a score of at least `least`; `vectors` where none has."""
+    least = splat(builder, least)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        least = splat(builder, args[3])
+    def visit(index: Any, vector: Any, stop: Callable[[Any], None]) -> None:
+        stop(builder.fcmp_ordered(">=", vector, least))
 
-        def visit(index: Any, vector: Any, stop: Callable[[Any], None]) -> None:
-            stop(builder.fcmp_ordered(">=", vector, least))
-
-        return _first(builder, args[1], args[2], args[0], visit)
-
-    return types.int64(row, first, vectors, least), codegen
+    return _first(builder, first, vectors, row, visit)
 
 
-@intrinsic
-def next_to_win(typingctx: Any, row: Any, first: Any, vectors: Any, key: Any, least: Any, needed: Any) -> Any:
+@intrinsic(types.int64)
+def next_to_win(builder: Any, row: Any, first: Any, vectors: Any, key: Any, least: Any, needed: Any) -> Any:
     """The first vector from `first` on in which a score of at least `least` and its noise might reach `needed`.
 
     The noise of token t is at most ln 2 times one more than the leading zeros of the word that it is made of, the upper
     half of splitmix(key + t): so no logarithm is taken, and nothing that reaches `needed` is missed.
     """
+    least, needed = splat(builder, least), splat(builder, needed)
+    keys = [builder.add(splat(builder, key, 8), ir.Constant(_WIDE, lanes)) for lanes in (_LOWER, _UPPER)]
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        row_at, first, vectors, key, least, needed = args
-        least, needed = splat(builder, least), splat(builder, needed)
-        keys = [builder.add(splat(builder, key, 8), ir.Constant(_WIDE, lanes)) for lanes in (_LOWER, _UPPER)]
+    def visit(index: Any, vector: Any, stop: Callable[[Any], None]) -> None:
+        within_reach = builder.fcmp_ordered(">=", builder.fadd(vector, _floats(NOISE_MAX)), needed)
+        alive = builder.and_(builder.fcmp_ordered(">=", vector, least), within_reach)
+        with builder.if_then(builder.icmp_unsigned("!=", _bits(builder, alive), _I16(0))):
+            tokens = splat(builder, builder.mul(index, I64(LANES)), 8)
+            words = [_splitmix_upper(builder, builder.add(lanes, tokens)) for lanes in keys]
+            word = builder.shuffle_vector(*words, ir.Constant(WORDS, list(range(LANES))))
+            zeros = call(builder, "llvm.ctlz.v16i32", WORDS, [word, _I1(0)])
+            digits = builder.sitofp(builder.add(zeros, ir.Constant(WORDS, [1] * LANES)), FLOATS)
+            bound = builder.fadd(vector, builder.fmul(digits, _floats(math.log(2.0))))
+            stop(builder.and_(alive, builder.fcmp_ordered(">=", bound, needed)))
 
-        def visit(index: Any, vector: Any, stop: Callable[[Any], None]) -> None:
-            within_reach = builder.fcmp_ordered(">=", builder.fadd(vector, _floats(NOISE_MAX)), needed)
-            alive = builder.and_(builder.fcmp_ordered(">=", vector, least), within_reach)
-            with builder.if_then(builder.icmp_unsigned("!=", _bits(builder, alive), _I16(0))):
-                tokens = splat(builder, builder.mul(index, I64(LANES)), 8)
-                words = [_splitmix_upper(builder, builder.add(lanes, tokens)) for lanes in keys]
-                word = builder.shuffle_vector(*words, ir.Constant(WORDS, list(range(LANES))))
-                zeros = call(builder, "llvm.ctlz.v16i32", WORDS, [word, _I1(0)])
-                digits = builder.sitofp(builder.add(zeros, ir.Constant(WORDS, [1] * LANES)), FLOATS)
-                bound = builder.fadd(vector, builder.fmul(digits, _floats(math.log(2.0))))
-                stop(builder.and_(alive, builder.fcmp_ordered(">=", bound, needed)))
-
-        return _first(builder, first, vectors, row_at, visit)
-
-    return types.int64(row, first, vectors, key, least, needed), codegen
+    return _first(builder, first, vectors, row, visit)
 
 
 def _splitmix_upper(builder: Any, x: Any) -> Any:

@@ -59,121 +59,88 @@ def _largest(builder: Any, vector: Any) -> Any:
     return call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [vector])
 
 
-@intrinsic
-def dots(typingctx: Any, q: Any, k: Any, out: Any, stride: Any, D: Any, G: Any, KIND: Any) -> Any:
+@intrinsic()
+def dots(builder: Any, q: Any, k: Any, out: Any, stride: Any, D: int, G: int, KIND: int) -> None:
     """out[g * stride] = q[g] . k for every g < G. q: fp32 [G, D]; k: [D]; out: fp32."""
-    size, group, kind = D.literal_value, G.literal_value, KIND.literal_value
-    lanes = _lanes_of(size)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        q_at, k_at, out_at, step = args[:4]
-        firsts = range(0, size, lanes)
-        keys = [load_floats(builder, k_at, first, lanes, kind) for first in firsts]
-        for g in range(group):
-            sums: list[Any] = []
-            for i, first in enumerate(firsts):
-                row = load_floats(builder, q_at, g * size + first, lanes, FP32)
-                if i < 2:  # two running sums hide the latency of the multiply-add
-                    sums.append(builder.fmul(row, keys[i]))
-                else:
-                    sums[i % 2] = _fma(builder, row, keys[i], sums[i % 2])
-            total = sums[0] if len(sums) == 1 else builder.fadd(*sums)
-            store(builder, _sum(builder, total), builder.add(out_at, builder.mul(step, I64(4 * g))))
-        return context.get_dummy_value()
-
-    return types.void(q, k, out, stride, D, G, KIND), codegen
+    lanes = _lanes_of(D)
+    firsts = range(0, D, lanes)
+    keys = [load_floats(builder, k, first, lanes, KIND) for first in firsts]
+    for g in range(G):
+        sums: list[Any] = []
+        for i, first in enumerate(firsts):
+            row = load_floats(builder, q, g * D + first, lanes, FP32)
+            if i < 2:  # two running sums hide the latency of the multiply-add
+                sums.append(builder.fmul(row, keys[i]))
+            else:
+                sums[i % 2] = _fma(builder, row, keys[i], sums[i % 2])
+        total = sums[0] if len(sums) == 1 else builder.fadd(*sums)
+        store(builder, _sum(builder, total), builder.add(out, builder.mul(stride, I64(4 * g))))
 
 
-@intrinsic
+@intrinsic()
 def add_weighted_4(
-    typingctx: Any, v0: Any, v1: Any, v2: Any, v3: Any, w: Any, stride: Any, acc: Any, D: Any, G: Any, KIND: Any
-) -> Any:
+    builder: Any, v0: Any, v1: Any, v2: Any, v3: Any, w: Any, stride: Any, acc: Any, D: int, G: int, KIND: int
+) -> None:
     """acc[g] += w[g * stride + i] * v_i, summed over i < 4, for every g < G. acc: fp32 [G, D]; v_i: [D]; w: fp32."""
-    size, group, kind = D.literal_value, G.literal_value, KIND.literal_value
-    lanes = _lanes_of(size)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, w_at, step, acc_at = args[:4], args[4], args[5], args[6]
-        weights = []
-        for g in range(group):
-            base = builder.add(w_at, builder.mul(step, I64(4 * g)))
-            weights += [splat(builder, load(builder, shifted(builder, base, 4 * i), F32), lanes) for i in range(4)]
-        for first in range(0, size, lanes):
-            values = [load_floats(builder, row, first, lanes, kind) for row in rows]
-            for g in range(group):
-                total = load_floats(builder, acc_at, g * size + first, lanes, FP32)
-                for i in range(4):
-                    total = _fma(builder, weights[g * 4 + i], values[i], total)
-                store(builder, total, shifted(builder, acc_at, (g * size + first) * 4))
-        return context.get_dummy_value()
-
-    return types.void(v0, v1, v2, v3, w, stride, acc, D, G, KIND), codegen
+    lanes = _lanes_of(D)
+    weights = []
+    for g in range(G):
+        base = builder.add(w, builder.mul(stride, I64(4 * g)))
+        weights += [splat(builder, load(builder, shifted(builder, base, 4 * i), F32), lanes) for i in range(4)]
+    for first in range(0, D, lanes):
+        values = [load_floats(builder, row, first, lanes, KIND) for row in (v0, v1, v2, v3)]
+        for g in range(G):
+            total = load_floats(builder, acc, g * D + first, lanes, FP32)
+            for i in range(4):
+                total = _fma(builder, weights[g * 4 + i], values[i], total)
+            store(builder, total, shifted(builder, acc, (g * D + first) * 4))
 
 
-@intrinsic
-def copy_bytes(typingctx: Any, target: Any, source: Any, byte_count: Any) -> Any:
+@intrinsic(types.void, types.int64, types.int64, types.int64)
+def copy_bytes(builder: Any, target: Any, source: Any, byte_count: Any) -> None:
     """memcpy between two addresses."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        i8_ptr = ir.IntType(8).as_pointer()
-        cgutils.raw_memcpy(
-            builder, builder.inttoptr(args[0], i8_ptr), builder.inttoptr(args[1], i8_ptr), args[2], 1, align=1
-        )
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    i8_ptr = ir.IntType(8).as_pointer()
+    cgutils.raw_memcpy(
+        builder, builder.inttoptr(target, i8_ptr), builder.inttoptr(source, i8_ptr), byte_count, 1, align=1
+    )
 
 
-@intrinsic
-def largest(typingctx: Any, address: Any, COUNT: Any) -> Any:
+@intrinsic(types.float32)
+def largest(builder: Any, address: Any, COUNT: int) -> Any:
     """The largest of COUNT (a multiple of 16) fp32 at an address; NaN only if all are."""
-    count = COUNT.literal_value
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        best = load(builder, args[0], FLOATS)
-        for first in range(LANES, count, LANES):
-            best = _larger(builder, best, load(builder, shifted(builder, args[0], first * 4), FLOATS))
-        return _largest(builder, best)
-
-    return types.float32(address, COUNT), codegen
+    best = load(builder, address, FLOATS)
+    for first in range(LANES, COUNT, LANES):
+        best = _larger(builder, best, load(builder, shifted(builder, address, first * 4), FLOATS))
+    return _largest(builder, best)
 
 
-@intrinsic
+@intrinsic()
 def multiply_tile(
-    typingctx: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, pairs: Any, ADD: Any
-) -> Any:
+    builder: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, pairs: Any, ADD: int
+) -> None:
     """c = a b (or c += a b where ADD) for a tile of 4 x 64; bf16 times bf16 with sums in fp32 (needs AVX512-BF16).
 
     a: 4 rows of `pairs` bf16 pairs along the inner dimension. b: `pairs` rows of 64 bf16 pairs; the pair in column n
     of row p holds elements 2p and 2p + 1 of column n. c: 4 rows of 64 fp32. Strides are bytes between rows.
     """
-    adds = bool(ADD.literal_value)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        a_at, a_step, b_at, b_step, c_at, c_step, count = args[:7]
-        cells = [(i, j) for i in range(TILE) for j in range(TILE)]
-        spots = {(i, j): shifted(builder, builder.add(c_at, builder.mul(c_step, I64(i))), j * 64) for i, j in cells}
-        zero = ir.Constant(FLOATS, [0.0] * LANES)
-        sums = {cell: cgutils.alloca_once(builder, FLOATS) for cell in cells}
-        for cell in cells:
-            builder.store(load(builder, spots[cell], FLOATS) if adds else zero, sums[cell])
-        rows = [builder.add(a_at, builder.mul(a_step, I64(i))) for i in range(TILE)]
-        with cgutils.for_range(builder, count, intp=I64) as loop:
-            b_row = builder.add(b_at, builder.mul(b_step, loop.index))
-            columns = [
-                builder.bitcast(load(builder, shifted(builder, b_row, j * 64), WORDS), PAIRS) for j in range(TILE)
-            ]
-            for i in range(TILE):
-                spot = builder.add(rows[i], builder.mul(loop.index, I64(4)))
-                spread = builder.bitcast(splat(builder, load(builder, spot, I32)), PAIRS)
-                for j in range(TILE):
-                    total = dot_pairs(builder, builder.load(sums[i, j]), spread, columns[j])
-                    builder.store(total, sums[i, j])
-        for cell in cells:
-            store(builder, builder.load(sums[cell]), spots[cell])
-        return context.get_dummy_value()
-
-    return types.void(a, a_stride, b, b_stride, c, c_stride, pairs, ADD), codegen
+    cells = [(i, j) for i in range(TILE) for j in range(TILE)]
+    spots = {(i, j): shifted(builder, builder.add(c, builder.mul(c_stride, I64(i))), j * 64) for i, j in cells}
+    zero = ir.Constant(FLOATS, [0.0] * LANES)
+    sums = {cell: cgutils.alloca_once(builder, FLOATS) for cell in cells}
+    for cell in cells:
+        builder.store(load(builder, spots[cell], FLOATS) if ADD else zero, sums[cell])
+    rows = [builder.add(a, builder.mul(a_stride, I64(i))) for i in range(TILE)]
+    with cgutils.for_range(builder, pairs, intp=I64) as loop:
+        b_row = builder.add(b, builder.mul(b_stride, loop.index))
+        columns = [builder.bitcast(load(builder, shifted(builder, b_row, j * 64), WORDS), PAIRS) for j in range(TILE)]
+        for i in range(TILE):
+            spot = builder.add(rows[i], builder.mul(loop.index, I64(4)))
+            spread = builder.bitcast(splat(builder, load(builder, spot, I32)), PAIRS)
+            for j in range(TILE):
+                total = dot_pairs(builder, builder.load(sums[i, j]), spread, columns[j])
+                builder.store(total, sums[i, j])
+    for cell in cells:
+        store(builder, builder.load(sums[cell]), spots[cell])
 
 
 def _prefetch(builder: Any, address: Any, byte_count: int) -> None:
@@ -191,102 +158,84 @@ def _load_i64(builder: Any, address: Any, index: Any) -> Any:
     return load(builder, builder.add(address, builder.mul(index, I64(8))), I64, 8)
 
 
-@intrinsic
+@intrinsic()
 def dots_16(
-    typingctx: Any, q: Any, k: Any, rows: Any, scale: Any, out: Any, stride: Any, following: Any, next_rows: Any,
-    D: Any, G: Any, KIND: Any,
-) -> Any:  # fmt: skip
+    builder: Any, q: Any, k: Any, rows: Any, scale: Any, out: Any, stride: Any, following: Any, next_rows: Any, D: int,
+    G: int, KIND: int,
+) -> None:  # fmt: skip
     """out[g * stride + p] = scale * q[g] . k_p for p < 16 and g < G; sums in fp32 (needs AVX512-BF16).
 
     q: bf16 [G, D]; keys: bf16 or FP8. rows: 16 int64 offsets, in bytes, of the keys from `k`. following, next_rows:
     the same of 16 rows to prefetch. D is a multiple of 32.
     """
-    size, group, kind = D.literal_value, G.literal_value, KIND.literal_value
-    row_bytes = size * bytes_of(kind)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        q_at, k_at, rows_at, scaled, out_at, step, next_at, next_rows_at = args[:8]
-        zero = ir.Constant(FLOATS, [0.0] * LANES)
-        firsts = range(0, size, 2 * LANES)
-        quarters: list[list[Any]] = [[] for _ in range(group)]
-        for quarter in range(4):
-            _barrier(builder)
-            keys = []
-            for p in range(quarter, LANES, 4):  # the order in which `fold` deals the lanes out
-                _prefetch(builder, builder.add(next_at, _load_i64(builder, next_rows_at, I64(p))), row_bytes)
-                key = builder.add(k_at, _load_i64(builder, rows_at, I64(p)))
-                keys.append([builder.bitcast(load_pairs(builder, key, first, kind), PAIRS) for first in firsts])
-            for g in range(group):
-                query = [builder.bitcast(load_pairs(builder, q_at, g * size + first, BF16), PAIRS) for first in firsts]
-                sums = []
-                for key in keys:
-                    total = zero
-                    for a, b in zip(query, key, strict=True):
-                        total = dot_pairs(builder, total, a, b)
-                    sums.append(total)
-                pair = [fold(builder, sums[0], sums[2], 8), fold(builder, sums[1], sums[3], 8)]
-                quarters[g].append(fold(builder, pair[0], pair[1], 4))
-        for g in range(group):
-            q0, q1, q2, q3 = quarters[g]
-            scores = fold(builder, fold(builder, q0, q2, 2), fold(builder, q1, q3, 2), 1)
-            spot = builder.add(out_at, builder.mul(step, I64(4 * g)))
-            store(builder, builder.fmul(scores, splat(builder, scaled)), spot)
-        return context.get_dummy_value()
-
-    return types.void(q, k, rows, scale, out, stride, following, next_rows, D, G, KIND), codegen
+    row_bytes = D * bytes_of(KIND)
+    zero = ir.Constant(FLOATS, [0.0] * LANES)
+    firsts = range(0, D, 2 * LANES)
+    quarters: list[list[Any]] = [[] for _ in range(G)]
+    for quarter in range(4):
+        _barrier(builder)
+        keys = []
+        for p in range(quarter, LANES, 4):  # the order in which `fold` deals the lanes out
+            _prefetch(builder, builder.add(following, _load_i64(builder, next_rows, I64(p))), row_bytes)
+            key = builder.add(k, _load_i64(builder, rows, I64(p)))
+            keys.append([builder.bitcast(load_pairs(builder, key, first, KIND), PAIRS) for first in firsts])
+        for g in range(G):
+            query = [builder.bitcast(load_pairs(builder, q, g * D + first, BF16), PAIRS) for first in firsts]
+            sums = []
+            for key in keys:
+                total = zero
+                for a, b in zip(query, key, strict=True):
+                    total = dot_pairs(builder, total, a, b)
+                sums.append(total)
+            pair = [fold(builder, sums[0], sums[2], 8), fold(builder, sums[1], sums[3], 8)]
+            quarters[g].append(fold(builder, pair[0], pair[1], 4))
+    for g in range(G):
+        q0, q1, q2, q3 = quarters[g]
+        scores = fold(builder, fold(builder, q0, q2, 2), fold(builder, q1, q3, 2), 1)
+        spot = builder.add(out, builder.mul(stride, I64(4 * g)))
+        store(builder, builder.fmul(scores, splat(builder, scale)), spot)
 
 
-@intrinsic
+@intrinsic()
 def add_rows(
-    typingctx: Any, v: Any, rows: Any, count: Any, w: Any, stride: Any, acc: Any, shrink: Any, following: Any,
-    next_rows: Any, D: Any, G: Any, KIND: Any,
-) -> Any:  # fmt: skip
+    builder: Any, v: Any, rows: Any, count: Any, w: Any, stride: Any, acc: Any, shrink: Any, following: Any,
+    next_rows: Any, D: int, G: int, KIND: int,
+) -> None:  # fmt: skip
     """acc[g] = shrink[g] * acc[g] + w[g * stride + p] * v_p, summed over p < count, for every g < G.
 
     v_p: bf16 or FP8 [D]. rows: int64 offsets, in bytes, of the values from `v`. following, next_rows: the same of as
     many rows to prefetch. w, shrink: fp32.
     acc: fp32 [G, D / 32, 2, 16]: of each 32 elements, those with an even place and then the odd ones.
     """
-    size, group, kind = D.literal_value, G.literal_value, KIND.literal_value
-    row_bytes = size * bytes_of(kind)
-    pieces = max(1, min(size // 32, 8 // group))
-    while size // 32 % pieces:
+    row_bytes = D * bytes_of(KIND)
+    pieces = max(1, min(D // 32, 8 // G))
+    while D // 32 % pieces:
         pieces -= 1
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        v_at, rows_at, count, w_at, step, acc_at, shrink_at, next_at, next_rows_at = args[:9]
-        sixteen, upper = ir.Constant(WORDS, [16] * LANES), ir.Constant(WORDS, [-65536] * LANES)
-        weights = [builder.add(w_at, builder.mul(step, I64(4 * g))) for g in range(group)]
-        shrinks = [splat(builder, load(builder, shifted(builder, shrink_at, 4 * g), F32)) for g in range(group)]
-        for start in range(0, size, 32 * pieces):
-            spots = [
-                shifted(builder, acc_at, (g * size + start + 16 * i) * 4)
-                for g in range(group)
-                for i in range(2 * pieces)
-            ]
-            sums = [cgutils.alloca_once(builder, FLOATS) for _ in spots]
-            for i, (spot, total) in enumerate(zip(spots, sums, strict=True)):
-                builder.store(builder.fmul(load(builder, spot, FLOATS), shrinks[i // (2 * pieces)]), total)
-            with cgutils.for_range(builder, count, intp=I64) as loop:
-                if start == 0:
-                    _prefetch(builder, builder.add(next_at, _load_i64(builder, next_rows_at, loop.index)), row_bytes)
-                row = builder.add(v_at, _load_i64(builder, rows_at, loop.index))
-                values = []
-                for i in range(pieces):
-                    pair = load_pairs(builder, row, start + 32 * i, kind)
-                    values.append(builder.bitcast(builder.shl(pair, sixteen), FLOATS))
-                    values.append(builder.bitcast(builder.and_(pair, upper), FLOATS))
-                for g in range(group):
-                    spot = builder.add(weights[g], builder.mul(loop.index, I64(4)))
-                    weight = splat(builder, load(builder, spot, F32))
-                    for i, value in enumerate(values):
-                        total = sums[g * 2 * pieces + i]
-                        builder.store(_fma(builder, weight, value, builder.load(total)), total)
-            for spot, total in zip(spots, sums, strict=True):
-                store(builder, builder.load(total), spot)
-        return context.get_dummy_value()
-
-    return types.void(v, rows, count, w, stride, acc, shrink, following, next_rows, D, G, KIND), codegen
+    sixteen, upper = ir.Constant(WORDS, [16] * LANES), ir.Constant(WORDS, [-65536] * LANES)
+    weights = [builder.add(w, builder.mul(stride, I64(4 * g))) for g in range(G)]
+    shrinks = [splat(builder, load(builder, shifted(builder, shrink, 4 * g), F32)) for g in range(G)]
+    for start in range(0, D, 32 * pieces):
+        spots = [shifted(builder, acc, (g * D + start + 16 * i) * 4) for g in range(G) for i in range(2 * pieces)]
+        sums = [cgutils.alloca_once(builder, FLOATS) for _ in spots]
+        for i, (spot, total) in enumerate(zip(spots, sums, strict=True)):
+            builder.store(builder.fmul(load(builder, spot, FLOATS), shrinks[i // (2 * pieces)]), total)
+        with cgutils.for_range(builder, count, intp=I64) as loop:
+            if start == 0:
+                _prefetch(builder, builder.add(following, _load_i64(builder, next_rows, loop.index)), row_bytes)
+            row = builder.add(v, _load_i64(builder, rows, loop.index))
+            values = []
+            for i in range(pieces):
+                pair = load_pairs(builder, row, start + 32 * i, KIND)
+                values.append(builder.bitcast(builder.shl(pair, sixteen), FLOATS))
+                values.append(builder.bitcast(builder.and_(pair, upper), FLOATS))
+            for g in range(G):
+                spot = builder.add(weights[g], builder.mul(loop.index, I64(4)))
+                weight = splat(builder, load(builder, spot, F32))
+                for i, value in enumerate(values):
+                    total = sums[g * 2 * pieces + i]
+                    builder.store(_fma(builder, weight, value, builder.load(total)), total)
+        for spot, total in zip(spots, sums, strict=True):
+            store(builder, builder.load(total), spot)
 
 
 def vector_exp2(builder: Any, x: Any) -> Any:
@@ -307,41 +256,34 @@ def vector_exp2(builder: Any, x: Any) -> Any:
     return builder.bitcast(builder.add(builder.bitcast(total, words), shifted), kind)
 
 
-@intrinsic
-def take_shares(typingctx: Any, score: Any, count: Any, top: Any, mass: Any, shrink: Any, COUNT: Any) -> Any:
+@intrinsic()
+def take_shares(builder: Any, score: Any, count: Any, top: Any, mass: Any, shrink: Any, COUNT: int) -> None:
     """Turn scores into shares of a running softmax, in powers of 2.
 
     score: COUNT (a multiple of 16) fp32, of which the first `count` mean something; in their places come the shares,
     and zeros. top, mass: fp32, the largest score so far and the sum of all shares. shrink: fp32, set to what earlier
     totals must shrink by.
     """
-    size = COUNT.literal_value
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        score_at, count, top_at, mass_at, shrink_at = args[:5]
-        limit = splat(builder, builder.trunc(count, I32))
-        low, zero = ir.Constant(FLOATS, [-math.inf] * LANES), ir.Constant(FLOATS, [0.0] * LANES)
-        before = splat(builder, load(builder, top_at, F32))
-        masks, scores, best = [], [], low
-        for first in range(0, size, LANES):
-            places = ir.Constant(WORDS, list(range(first, first + LANES)))
-            masks.append(builder.icmp_signed("<", places, limit))
-            scores.append(builder.select(masks[-1], load(builder, shifted(builder, score_at, first * 4), FLOATS), low))
-            best = _larger(builder, best, scores[-1])
-        best = _larger(builder, before, splat(builder, _largest(builder, best)))
-        added = zero
-        for i, mask in enumerate(masks):
-            share = builder.select(mask, vector_exp2(builder, builder.fsub(scores[i], best)), zero)
-            added = builder.fadd(added, share)
-            store(builder, share, shifted(builder, score_at, i * 64))
-        less = builder.extract_element(vector_exp2(builder, builder.fsub(before, best)), I32(0))
-        store(builder, less, shrink_at)
-        store(builder, builder.extract_element(best, I32(0)), top_at)
-        mass = builder.fadd(builder.fmul(load(builder, mass_at, F32), less), _sum(builder, added))
-        store(builder, mass, mass_at)
-        return context.get_dummy_value()
-
-    return types.void(score, count, top, mass, shrink, COUNT), codegen
+    limit = splat(builder, builder.trunc(count, I32))
+    low, zero = ir.Constant(FLOATS, [-math.inf] * LANES), ir.Constant(FLOATS, [0.0] * LANES)
+    before = splat(builder, load(builder, top, F32))
+    masks, scores, best = [], [], low
+    for first in range(0, COUNT, LANES):
+        places = ir.Constant(WORDS, list(range(first, first + LANES)))
+        masks.append(builder.icmp_signed("<", places, limit))
+        scores.append(builder.select(masks[-1], load(builder, shifted(builder, score, first * 4), FLOATS), low))
+        best = _larger(builder, best, scores[-1])
+    best = _larger(builder, before, splat(builder, _largest(builder, best)))
+    added = zero
+    for i, mask in enumerate(masks):
+        share = builder.select(mask, vector_exp2(builder, builder.fsub(scores[i], best)), zero)
+        added = builder.fadd(added, share)
+        store(builder, share, shifted(builder, score, i * 64))
+    less = builder.extract_element(vector_exp2(builder, builder.fsub(before, best)), I32(0))
+    store(builder, less, shrink)
+    store(builder, builder.extract_element(best, I32(0)), top)
+    whole = builder.fadd(builder.fmul(load(builder, mass, F32), less), _sum(builder, added))
+    store(builder, whole, mass)
 
 
 @inlined(fastmath=set())

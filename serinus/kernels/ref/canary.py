@@ -25,6 +25,7 @@ from serinus.kernels.canary import ANCHOR, SEQUENCES, UNKNOWN, DuePages, Reason,
 from serinus.kernels.checks import check_digest
 from serinus.kernels.contracts import LayersKv, WrittenRows
 from serinus.kernels.pool_rows import rows_of
+from serinus.kernels.splitmix import splitmix
 
 __all__ = [
     "add_digests",
@@ -39,16 +40,13 @@ __all__ = [
     "note",
 ]
 
-_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
 _MASK32 = (1 << 32) - 1
 _PIECE_SLOTS = 1024
 
 
 def mix(previous_hash: Tensor, token: Tensor, position: Tensor) -> Tensor:
     """The next hash of a chain, int64: splitmix64(previous_hash ^ splitmix64(token ^ position << 32))."""
-    return _splitmix(previous_hash ^ _splitmix(token ^ (position << 32)))
+    return splitmix(previous_hash ^ splitmix(token ^ (position << 32)))
 
 
 def canary_digest(layers_kv: LayersKv, slots_E: Tensor, coefficients_L22W: Tensor) -> Tensor:
@@ -268,16 +266,3 @@ def canary_write(
             lane_S4[slots[real]] = stamps[real]
             hash_B = hash_B.clone()
             hash_B[live_B] = mix(hash_B[live_B], tokens, positions)
-
-
-def _splitmix(x: Tensor) -> Tensor:
-    """splitmix64 on int64 words, which wrap."""
-    x = x + _GAMMA
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; torch's own keeps the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)

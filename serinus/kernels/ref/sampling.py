@@ -26,12 +26,10 @@ from torch import Tensor
 from serinus.kernels.checks import check_logits
 from serinus.kernels.contracts import RowMasks, RowSampling, TopTokens
 from serinus.kernels.ref.mask_logits import mask_logits
+from serinus.kernels.splitmix import splitmix
 
 __all__ = ["choose_tokens", "top_tokens"]
 
-_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
 _MASK32 = (1 << 32) - 1
 _SIGN_BIT = 1 << 63
 _SCORE_MAX = 1e30
@@ -157,24 +155,11 @@ def _noise(seeds_N: Tensor, positions_N: Tensor, vocab: int) -> Tensor:
     uniform number v in (0, 1), exact in fp32 near 0, and the noise is -log(-log1p(-v)): fine where it is large,
     which is where samples are decided; at most about 22.9, at least about -2.9.
     """
-    key_N1 = _mix(_mix(seeds_N) + positions_N).unsqueeze(1)
+    key_N1 = splitmix(splitmix(seeds_N) + positions_N).unsqueeze(1)
     tokens_V = torch.arange(vocab, dtype=torch.int64, device=seeds_N.device)
-    word_NV = (_mix(key_N1 + tokens_V) >> 32) & _MASK32
+    word_NV = (splitmix(key_N1 + tokens_V) >> 32) & _MASK32
     v_NV = ((word_NV.double() + 0.5) * 2.0**-32).clamp_max(1 - 2.0**-24)
     return -torch.log(-torch.log1p(-v_NV)).float()
-
-
-def _mix(x: Tensor) -> Tensor:
-    """splitmix64 on int64 words, which wrap."""
-    x = x + _GAMMA
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; torch's own keeps the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(seed: int) -> int:

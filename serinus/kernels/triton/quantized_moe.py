@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serinus.kernels.checks import Expert, check_experts
-from serinus.kernels.packed import ExpertRows, PackedExperts, RowBlocks
+from serinus.kernels.packed import PackedExperts, RowBlocks
 from serinus.kernels.quantized import QuantizedWeight, e2m1_codes
 from serinus.kernels.triton.expert_rows import put, rows_of
 from serinus.kernels.triton.quantized import E2M1, E4M3, INTEGERS, SPAN_MIN, halves, span_of, widened
@@ -40,17 +40,8 @@ def packed_experts(experts: Iterable[Expert], gate_up_bias: Tensor | None, down_
         inner, width = down.in_size, down.out_size
         gate_ups.append(gate_up)
         downs.append(down)
-    count = len(downs)
-    gate_up_XOY, gate_up_rows = _stacked(gate_ups)
-    down_XOY, down_rows = _stacked(downs)
-    return PackedExperts(
-        gate_up=gate_up_XOY,
-        down=down_XOY,
-        gate_up_bias=None if gate_up_bias is None else gate_up_bias.float().contiguous(),
-        down_bias=None if down_bias is None else down_bias.float().contiguous(),
-        sizes=(count, inner, width),
-        rows=ExpertRows(gate_up=gate_up_rows, down=down_rows),
-    )
+    sizes = len(downs), inner, width
+    return PackedExperts.of_integers(_stacked(gate_ups), _stacked(downs), gate_up_bias, down_bias, sizes)
 
 
 def _stacked(weights: Sequence[QuantizedWeight]) -> tuple[Tensor, RowBlocks]:

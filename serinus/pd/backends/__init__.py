@@ -11,7 +11,7 @@ from typing import TypeAlias
 from serinus.core.errors import ConfigError
 from serinus.pd.backends.base import Backend, Receiver, Sender, Staged
 from serinus.pd.backends.cuda_driver import CudaDriver
-from serinus.pd.backends.cuda_ipc import CudaIpcBackend, IpcLibrary, Pull, SharedAllocation
+from serinus.pd.backends.cuda_ipc import CudaIpcBackend, Pull, SharedAllocation
 from serinus.pd.backends.local import LocalBackend
 from serinus.pd.backends.mooncake import MooncakeBackend
 from serinus.pd.backends.nixl import NixlBackend
@@ -40,7 +40,6 @@ __all__ = [
     "CudaIpcBackend",
     "Endpoint",
     "Fenced",
-    "IpcLibrary",
     "LocalBackend",
     "MooncakeBackend",
     "NixlBackend",

@@ -6,7 +6,7 @@ shelf that knows one page at a time: files.
 
 from serinus.pool.storage.disk import SECRET_BYTES, Disk, FileEntry, FileSystem
 from serinus.pool.storage.file import FileStorage, PageFiles
-from serinus.pool.storage.io import PageCheck, PageShelf, QueuedStorage, ShelfCounts
+from serinus.pool.storage.io import QueuedStorage, ShelfCounts
 
 __all__ = [
     "SECRET_BYTES",
@@ -14,9 +14,7 @@ __all__ = [
     "FileEntry",
     "FileStorage",
     "FileSystem",
-    "PageCheck",
     "PageFiles",
-    "PageShelf",
     "QueuedStorage",
     "ShelfCounts",
 ]
