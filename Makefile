@@ -11,8 +11,9 @@ TEST_FLAGS ?=
 JOBS ?= 2
 # Where the environment says to write no bytecode, each process that a test starts would compile torch again: 4 s
 export PYTHONDONTWRITEBYTECODE :=
+# tests/conftest.py orders files.
 # A worker that crashes ends the run and names its test: replaced, xdist would wait for the rest of its file for ever
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 CHROMIUM := { command -v chromium || command -v google-chrome; } >/dev/null
 
 .PHONY: install demo test proof extras check bench docs pictures pictures-plots pictures-page browser wheel clean

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -30,7 +31,37 @@ def log_as_before() -> Iterator[None]:
     logger.setLevel(level)
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+FIRST = (
+    "sim/test_world.py", "kernels/test_triton.py", "kernels/test_triton_compiled.py", "canary/test_adversary.py",
+    "e2e/test_ray.py", "runner/test_graphs.py", "sched/test_depth.py", "sim/test_product_runs.py", "cli/test_wheel.py",
+    "engine/test_kernel_variants.py", "docs/test_changing.py",
+)  # fmt: skip
+"""Files of few tests that take long: begun last, one would keep a worker busy when the other has nothing left."""
+
+
+@pytest.hookimpl(trylast=True)  # what the marks leave out is gone
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order files for the workers of `make test`, which take one after the other; skip what needs more GPUs."""
+    if hasattr(config, "workerinput"):
+        order_files(items)
+    skip_without_gpus(items)
+
+
+def order_files(items: list[pytest.Item]) -> None:
+    """FIRST, then by their number of tests; those of a cluster for all of them side by side, which is started once."""
+    counts = Counter(item.path for item in items)
+    in_e2e = [item for item in items if "e2e" in item.path.parts]
+    shared = {item.path for item in in_e2e if {"cluster", "pair"} & set(getattr(item, "fixturenames", ()))}
+
+    def place(item: pytest.Item) -> tuple[int, int, str]:
+        first = [number for number, name in enumerate(FIRST) if item.path.as_posix().endswith(name)]
+        rank = first[0] if first else len(FIRST) + (item.path not in shared)
+        return rank, 0 if item.path in shared else -counts[item.path], item.path.as_posix()
+
+    items.sort(key=place)
+
+
+def skip_without_gpus(items: Sequence[pytest.Item]) -> None:
     """Skip, with a reason, what is marked `gpus(n)` on a machine with fewer than n."""
     needs = [(item, int(mark.args[0])) for item in items if (mark := item.get_closest_marker("gpus")) is not None]
     if needs:

@@ -191,7 +191,18 @@ def test_a_plan_that_takes_what_was_not_queued_is_an_error(serve: Any, takes: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("canary", list(CANARIES))
+@pytest.mark.parametrize(
+    ("toy", "canary"),
+    [
+        ("full", "none"),
+        ("full", "full"),
+        ("sliding", "rotating"),
+        pytest.param("full", "rotating", marks=pytest.mark.proof),
+        pytest.param("sliding", "none", marks=pytest.mark.proof),
+        pytest.param("sliding", "full", marks=pytest.mark.proof),
+    ],
+    indirect=["toy"],
+)
 def test_two_slices_that_overlap_answer_as_one_rank_that_waits(serve: Any, waited: Any, canary: str) -> None:
     """The second slice, a process of its own, has its passes ahead by plans as they travel, and tokens by broadcast.
     The pool still holds what the requests before left behind, of other prompts."""

@@ -12,7 +12,7 @@ from serinus.core.rng import Rng
 from serinus.sim import Run, Scenario, draw, run
 from serinus.sim.options import Cancel
 
-SEEDS = 200
+SEEDS = 100
 """In the default suite; the proof goes on to PROOF_SEEDS."""
 PROOF_SEEDS = 2000
 SHARE = 100

@@ -24,6 +24,7 @@ from typing import Any
 import numba
 import torch
 from numba import types
+from numba.core.dispatcher import Dispatcher
 
 from serinus.core.errors import ConfigError
 from serinus.kernels import canary
@@ -113,10 +114,15 @@ class Body:
 def compile_body(function: Callable[[Any], None]) -> Body:
     """Compile a body, or load it from numba's cache: beside this package, or where that is read-only in the user's.
 
+    What it closes over is part of the cache's key, so no compiled function may be: each process has another one.
+
     Raises:
         ConfigError: neither place can be written.
     Cost: about a second, or some 20 ms from the cache.
     """
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    compiled = [name for name, cell in cells.items() if isinstance(cell.cell_contents, Dispatcher)]
+    assert not compiled, f"kernels: {function.__name__} closes over {compiled}, and would be compiled by each process"
     try:
         return Body(_cfunc(_SIGNATURE, cache=True, fastmath=scalar.FAST, error_model="numpy")(function))
     except RuntimeError as error:

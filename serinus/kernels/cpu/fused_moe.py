@@ -142,74 +142,63 @@ def _dots(weight: Any, x_at: Any, places: Any, first: Any, count: Any, sums: Any
 @cache
 def _body(bf16: bool, oai: bool, version: int) -> Body:
     item = np.uint16 if bf16 else np.float32
-    item_bytes = 2 if bf16 else 4
-
-    @inlined(fastmath=FAST)
-    def gate_up(a: Any, tokens: Any, starts: Any, hits: Any) -> None:
-        """activation(gate(x)) * up(x) of stretches of an expert's inner columns."""
-        width, inner = a[14], a[15]
-        stretches = (inner + _COLUMNS - 1) // _COLUMNS
-        gates, ups = np.empty(_GROUP, np.float32), np.empty(_GROUP, np.float32)
-        while True:
-            claimed = fetch_add(a.ctypes.data, 1)
-            if claimed >= a[13] * stretches:
-                break
-            hit, stretch = claimed // stretches, claimed % stretches
-            base = hits[hit] * 2 * inner
-            for column in range(stretch * _COLUMNS, min(inner, (stretch + 1) * _COLUMNS)):
-                gate_row, up_row = base + column, base + inner + column
-                gate = carray(at(a[3] + gate_row * width * item_bytes), width, item)
-                up = carray(at(a[3] + up_row * width * item_bytes), width, item)
-                gate_bias, up_bias = np.float32(0), np.float32(0)
-                if a[5] != 0:
-                    gate_bias = _wide(carray(at(a[5] + gate_row * item_bytes), 1, item)[0])
-                    up_bias = _wide(carray(at(a[5] + up_row * item_bytes), 1, item)[0])
-                for first in range(starts[hit], starts[hit + 1], _GROUP):
-                    count = min(_GROUP, starts[hit + 1] - first)
-                    _dots(gate, a[2], tokens, first, count, gates)
-                    _dots(up, a[2], tokens, first, count, ups)
-                    for i in range(count):
-                        out = carray(at(a[11] + ((first + i) * inner + column) * 4), 1, np.float32)
-                        if oai:
-                            out[0] = swiglu_value(gates[i] + gate_bias, ups[i] + up_bias)
-                        else:
-                            out[0] = gate_value(gates[i] + gate_bias, ups[i] + up_bias, False)
-
-    @inlined(fastmath=FAST)
-    def down(a: Any, tokens: Any, starts: Any, hits: Any) -> None:
-        """out += weight * down(inner) of stretches of the output, all experts one after the other."""
-        width, inner = a[14], a[15]
-        weights = carray(at(a[8]), starts[a[13]], np.float32)
-        places = np.arange(starts[a[13]])
-        sums = np.empty(_GROUP, np.float32)
-        while True:
-            begin = fetch_add(a.ctypes.data, 1) * _COLUMNS
-            if begin >= width:
-                break
-            for hit in range(a[13]):
-                for column in range(begin, min(width, begin + _COLUMNS)):
-                    row = hits[hit] * width + column
-                    weight = carray(at(a[4] + row * inner * item_bytes), inner, item)
-                    bias = np.float32(0)
-                    if a[6] != 0:
-                        bias = _wide(carray(at(a[6] + row * item_bytes), 1, item)[0])
-                    for first in range(starts[hit], starts[hit + 1], _GROUP):
-                        count = min(_GROUP, starts[hit + 1] - first)
-                        _dots(weight, a[11], places, first, count, sums)
-                        for i in range(count):
-                            out = carray(at(a[12] + (tokens[first + i] * width + column) * 4), 1, np.float32)
-                            out[0] += weights[first + i] * (sums[i] + bias)
+    item_bytes, gate_up_part = 2 if bf16 else 4, _GATE_UP
 
     def run_experts(args: Any) -> None:
         if version < 0:
             return
         a = carray(args, _FIELDS, np.int64)
-        starts = carray(at(a[9]), a[13] + 1, np.int64)
-        hits = carray(at(a[10]), a[13], np.int64)
-        tokens = carray(at(a[7]), starts[a[13]], np.int64)
-        if a[1] == 1:
-            gate_up(a, tokens, starts, hits)
-        else:
-            down(a, tokens, starts, hits)
+        hit_count, width, inner = a[13], a[14], a[15]
+        starts = carray(at(a[9]), hit_count + 1, np.int64)
+        hits = carray(at(a[10]), hit_count, np.int64)
+        tokens = carray(at(a[7]), starts[hit_count], np.int64)
+        if a[1] == gate_up_part:  # activation(gate(x)) * up(x) of stretches of an expert's inner columns
+            stretches = (inner + _COLUMNS - 1) // _COLUMNS
+            gates, ups = np.empty(_GROUP, np.float32), np.empty(_GROUP, np.float32)
+            while True:
+                claimed = fetch_add(a.ctypes.data, 1)
+                if claimed >= hit_count * stretches:
+                    break
+                hit, stretch = claimed // stretches, claimed % stretches
+                base = hits[hit] * 2 * inner
+                for column in range(stretch * _COLUMNS, min(inner, (stretch + 1) * _COLUMNS)):
+                    gate_row, up_row = base + column, base + inner + column
+                    gate = carray(at(a[3] + gate_row * width * item_bytes), width, item)
+                    up = carray(at(a[3] + up_row * width * item_bytes), width, item)
+                    gate_bias, up_bias = np.float32(0), np.float32(0)
+                    if a[5] != 0:
+                        gate_bias = _wide(carray(at(a[5] + gate_row * item_bytes), 1, item)[0])
+                        up_bias = _wide(carray(at(a[5] + up_row * item_bytes), 1, item)[0])
+                    for first in range(starts[hit], starts[hit + 1], _GROUP):
+                        count = min(_GROUP, starts[hit + 1] - first)
+                        _dots(gate, a[2], tokens, first, count, gates)
+                        _dots(up, a[2], tokens, first, count, ups)
+                        for i in range(count):
+                            out = carray(at(a[11] + ((first + i) * inner + column) * 4), 1, np.float32)
+                            if oai:
+                                out[0] = swiglu_value(gates[i] + gate_bias, ups[i] + up_bias)
+                            else:
+                                out[0] = gate_value(gates[i] + gate_bias, ups[i] + up_bias, False)
+        else:  # out += weight * down(inner) of stretches of the output, all experts one after the other
+            weights = carray(at(a[8]), starts[hit_count], np.float32)
+            places = np.arange(starts[hit_count])
+            sums = np.empty(_GROUP, np.float32)
+            while True:
+                begin = fetch_add(a.ctypes.data, 1) * _COLUMNS
+                if begin >= width:
+                    break
+                for hit in range(hit_count):
+                    for column in range(begin, min(width, begin + _COLUMNS)):
+                        row = hits[hit] * width + column
+                        weight = carray(at(a[4] + row * inner * item_bytes), inner, item)
+                        bias = np.float32(0)
+                        if a[6] != 0:
+                            bias = _wide(carray(at(a[6] + row * item_bytes), 1, item)[0])
+                        for first in range(starts[hit], starts[hit + 1], _GROUP):
+                            count = min(_GROUP, starts[hit + 1] - first)
+                            _dots(weight, a[11], places, first, count, sums)
+                            for i in range(count):
+                                out = carray(at(a[12] + (tokens[first + i] * width + column) * 4), 1, np.float32)
+                                out[0] += weights[first + i] * (sums[i] + bias)
 
     return compile_body(run_experts)

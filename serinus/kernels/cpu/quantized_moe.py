@@ -26,7 +26,7 @@ from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread
 from serinus.kernels.cpu.products import BLOCK
 from serinus.kernels.cpu.quantized import IN_STEP, packed_blocks
 from serinus.kernels.cpu.row_steps import gate_value, swiglu_value
-from serinus.kernels.cpu.scalar import FAST, at, carray, fetch_add, host_has, inlined, narrow
+from serinus.kernels.cpu.scalar import at, carray, fetch_add, host_has, narrow
 from serinus.kernels.huge_pages import collapse_to_huge_pages
 from serinus.kernels.packed import ExpertRows, PackedExperts, RowBlocks
 
@@ -139,43 +139,6 @@ def _body(bits: int, pairs: bool, levels: int, oai: bool, version: int) -> Body:
     item, item_bytes = (np.uint16, 2) if pairs else (np.float32, 4)
     paired, down_part = int(pairs), _DOWN
 
-    @inlined(fastmath=FAST)
-    def activate(gates_at: Any, ups_at: Any, bias_at: Any, inner: Any, out_at: Any, rows: Any, stride: Any, count: Any)\
-            -> None:  # fmt: skip
-        """Of the first `count` outputs of a block; bias_at: 0, or where those of the gate are."""
-        for row in range(rows):
-            gates = carray(at(gates_at + row * (BLOCK * 4)), BLOCK, np.float32)
-            ups = carray(at(ups_at + row * (BLOCK * 4)), BLOCK, np.float32)
-            out = carray(at(out_at + row * stride * item_bytes), BLOCK, item)
-            if bias_at != 0:
-                gate_bias = carray(at(bias_at), count, np.float32)
-                up_bias = carray(at(bias_at + inner * 4), count, np.float32)
-                for i in range(count):
-                    gates[i] += gate_bias[i]
-                    ups[i] += up_bias[i]
-            for i in range(count):
-                value = swiglu_value(gates[i], ups[i]) if oai else gate_value(gates[i], ups[i], False)
-                if pairs:
-                    out[i] = narrow(value)
-                else:
-                    out[i] = value
-
-    @inlined(fastmath=FAST)
-    def add(totals_at: Any, bias_at: Any, out_at: Any, tokens: Any, weights: Any, first: Any, rows: Any, width: Any,
-            count: Any) -> None:  # fmt: skip
-        """out += weight * (sum + bias) of the first `count` outputs of a block."""
-        for row in range(rows):
-            totals = carray(at(totals_at + row * (BLOCK * 4)), BLOCK, np.float32)
-            out = carray(at(out_at + tokens[first + row] * width * 4), BLOCK, np.float32)
-            weight = weights[first + row]
-            if bias_at != 0:
-                bias = carray(at(bias_at), count, np.float32)
-                for i in range(count):
-                    out[i] += weight * (totals[i] + bias[i])
-            else:
-                for i in range(count):
-                    out[i] += weight * totals[i]
-
     def run_experts(args: Any) -> None:
         if version < 0:
             return
@@ -223,11 +186,34 @@ def _body(bits: int, pairs: bool, levels: int, oai: bool, version: int) -> Body:
                             uppers_at if half else totals_at, sums_at, nothing_at, kept_at, a[14] + spot * tables * 4,
                             a[15] + spot * tables, bits, paired, levels,
                         )  # fmt: skip
-                    if down:
-                        add(totals_at, bias_at, a[4] + block * (BLOCK * 4), tokens, weights, first, rows, width, valid)
-                    else:
-                        inner_at = a[3] + (first * stride + block * BLOCK) * item_bytes
-                        activate(totals_at, uppers_at, bias_at, inner, inner_at, rows, stride, valid)
+                    for row in range(rows):
+                        values = carray(at(totals_at + row * (BLOCK * 4)), BLOCK, np.float32)
+                        if down:  # out += weight * (sum + bias)
+                            out_at = a[4] + (tokens[first + row] * width + block * BLOCK) * 4
+                            out, weight = carray(at(out_at), BLOCK, np.float32), weights[first + row]
+                            if bias_at != 0:
+                                bias = carray(at(bias_at), valid, np.float32)
+                                for i in range(valid):
+                                    out[i] += weight * (values[i] + bias[i])
+                            else:
+                                for i in range(valid):
+                                    out[i] += weight * values[i]
+                        else:
+                            inner_at = a[3] + ((first + row) * stride + block * BLOCK) * item_bytes
+                            let = carray(at(inner_at), BLOCK, item)
+                            ups = carray(at(uppers_at + row * (BLOCK * 4)), BLOCK, np.float32)
+                            if bias_at != 0:
+                                gate_bias = carray(at(bias_at), valid, np.float32)
+                                up_bias = carray(at(bias_at + inner * 4), valid, np.float32)
+                                for i in range(valid):
+                                    values[i] += gate_bias[i]
+                                    ups[i] += up_bias[i]
+                            for i in range(valid):
+                                value = swiglu_value(values[i], ups[i]) if oai else gate_value(values[i], ups[i], False)
+                                if pairs:
+                                    let[i] = narrow(value)
+                                else:
+                                    let[i] = value
             mine = following
 
     return compile_body(run_experts)
