@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -234,7 +233,7 @@ class LatentHeads:
 
     def values(self, mixed_TNR: Tensor) -> Tensor:
         """[T, N, V], strided, of the latents that heads have summed up."""
-        return torch.bmm(mixed_TNR.transpose(0, 1), self.value_NRV).transpose(0, 1)
+        return mixed_TNR.transpose(0, 1).bmm(self.value_NRV).transpose(0, 1)
 
 
 class LatentAttention(Protocol):

@@ -142,7 +142,7 @@ def _dots(weight: Any, x_at: Any, places: Any, first: Any, count: Any, sums: Any
 @cache
 def _body(bf16: bool, oai: bool, version: int) -> Body:
     item = np.uint16 if bf16 else np.float32
-    item_bytes, gate_up_part = 2 if bf16 else 4, _GATE_UP
+    item_bytes = 2 if bf16 else 4
 
     def run_experts(args: Any) -> None:
         if version < 0:
@@ -152,7 +152,7 @@ def _body(bf16: bool, oai: bool, version: int) -> Body:
         starts = carray(at(a[9]), hit_count + 1, np.int64)
         hits = carray(at(a[10]), hit_count, np.int64)
         tokens = carray(at(a[7]), starts[hit_count], np.int64)
-        if a[1] == gate_up_part:  # activation(gate(x)) * up(x) of stretches of an expert's inner columns
+        if a[1] == _GATE_UP:  # activation(gate(x)) * up(x) of stretches of an expert's inner columns
             stretches = (inner + _COLUMNS - 1) // _COLUMNS
             gates, ups = np.empty(_GROUP, np.float32), np.empty(_GROUP, np.float32)
             while True:
