@@ -270,7 +270,7 @@ def _digest_body(version: int) -> Body:
                         if e + ahead >= end:
                             later, base = first + e + ahead + r - end, following
                         rows[ROWS + r] = base + slots[min(later, end - 1)] * slot_bytes
-                    digest_rows(rows.ctypes.data, factors, others, blocks, sums.ctypes.data)
+                    digest_rows(rows.ctypes.data, factors, others, blocks, sums.ctypes.data, 1)
                     for r in range(min(ROWS, end - e)):
                         total = sums[r]
                         for i in range(blocks * (BLOCK // 8), whole):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from serinus.kernels.contracts import LayerDigest
 from serinus.kernels.cpu.body import VERSION, Body, compile_body, fields, thread_count
-from serinus.kernels.cpu.digest import BLOCK, absorb_16_rows, fold_16_sums
+from serinus.kernels.cpu.digest import BLOCK, ROWS, absorb_16_rows, fold_16_sums
 from serinus.kernels.cpu.fp8 import BF16, bytes_of, kind_of, widen_row
 from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, cap_score, carray, exp2, fetch_add, host_has, inlined, narrow
 from serinus.kernels.cpu.vector import TILE, copy_bytes, largest, multiply_tile
@@ -34,9 +34,9 @@ from serinus.kernels.cpu.watching import (
     PACKED,
     PLAIN,
     WATCH_INTEGERS,
-    add_row,
     add_sums,
     any_due,
+    digest_due,
     find_entries,
     is_packed,
     own_sums,
@@ -273,6 +273,7 @@ def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, kin
         wide = np.empty(2 * _KEYS * size, np.uint16)
         parts = np.zeros(GROUP * 32, np.int32)
         found = np.empty(2 * GROUP, np.int32)
+        words = np.empty(2 * ROWS, np.int64)
         if watched:
             w = a[_FIRST:]
             sums = own_sums(w[3], w[4], w[10], a.ctypes.data + (_FIRST + 11) * 8)
@@ -324,12 +325,10 @@ def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, kin
                                 )  # fmt: skip
                                 add_sums(own, w[4], entries, weights, p, found)
                             else:
-                                for r in range(p, p + GROUP):
-                                    if entries[r] >= 0:
-                                        add_row(
-                                            own, w[4], entries[r], weights[r], pool + rows_at[r],
-                                            w[0] + kv * w[8] * 8, w[8], head * lanes, (head + 1) * lanes,
-                                        )  # fmt: skip
+                                digest_due(
+                                    own, w[4], entries, weights, rows_at, pool, p, min(p + GROUP, here),
+                                    w[0] + kv * w[8] * 8, w[8], head * lanes, (head + 1) * lanes, words,
+                                )  # fmt: skip
             for tile in range(units[u, 5], units[u, 6]):
                 token = tile * tile_tokens
                 tokens = min(tile_tokens, count - token)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from serinus.kernels.cpu.body import VERSION, Body, compile_body
-from serinus.kernels.cpu.digest import BLOCK, absorb_16_rows, fold_16_sums
+from serinus.kernels.cpu.digest import BLOCK, ROWS, absorb_16_rows, fold_16_sums
 from serinus.kernels.cpu.fp8 import BF16, bytes_of
 from serinus.kernels.cpu.scalar import at, cap_score, carray, fetch_add, host_has, narrow
 from serinus.kernels.cpu.vector import add_rows, begin_shares, dots_16, take_shares
@@ -31,9 +31,9 @@ from serinus.kernels.cpu.watching import (
     PACKED,
     PLAIN,
     WATCH_INTEGERS,
-    add_row,
     add_sums,
     any_due,
+    digest_due,
     find_entries,
     own_sums,
     weigh,
@@ -96,6 +96,7 @@ def decode_body(
         parts = np.zeros(_GROUP * 32, np.int32)
         found = np.empty(2 * _GROUP, np.int32)
         bias = np.zeros(4, np.int32)
+        words = np.empty(2 * ROWS, np.int64)
         if watched:
             sums = own_sums(a[16], a[17], a[23], a.ctypes.data + 24 * 8)
             due = carray(at(a[15]), 7 * a[19] * a[20], np.int64)
@@ -149,12 +150,10 @@ def decode_body(
                         fold_16_sums(parts.ctypes.data, bias.ctypes.data, found.ctypes.data)
                         add_sums(sums, a[17], entries, weights, p, found)
                     if watched == PLAIN and is_due:
-                        for r in range(p, p + _GROUP):
-                            if entries[r] >= 0:
-                                add_row(
-                                    sums, a[17], entries[r], weights[r], a[2] + rows[r], a[13], a[21],
-                                    head * lanes, head_end * lanes,
-                                )  # fmt: skip
+                        digest_due(
+                            sums, a[17], entries, weights, rows, a[2], p, min(p + _GROUP, count), a[13], a[21],
+                            head * lanes, head_end * lanes, words,
+                        )  # fmt: skip
                 if capped:
                     for i in range(head * group * _BLOCK, head_end * group * _BLOCK):
                         score[i] = cap_score(score[i], cap)
@@ -189,12 +188,10 @@ def decode_body(
                         fold_16_sums(parts.ctypes.data, bias.ctypes.data + 8, found.ctypes.data)
                         add_sums(sums + a[17] * 8, a[17], entries, weights, p, found)
                     if watched == PLAIN and is_due:
-                        for r in range(p, p + _GROUP):
-                            if entries[r] >= 0:
-                                add_row(
-                                    sums + a[17] * 8, a[17], entries[r], weights[r], a[3] + rows[r],
-                                    a[13] + a[21] * 8, a[21], head * lanes, head_end * lanes,
-                                )  # fmt: skip
+                        digest_due(
+                            sums + a[17] * 8, a[17], entries, weights, rows, a[3], p, min(p + _GROUP, count),
+                            a[13] + a[21] * 8, a[21], head * lanes, head_end * lanes, words,
+                        )  # fmt: skip
                     shrink[:] = np.float32(1)
             for n in range(head * group, head_end * group):
                 inverse = np.float32(1) / mass[n]

@@ -10,10 +10,12 @@ from typing import Any
 from numba import types
 
 from serinus.kernels.cpu.llvm import I32, I64, LANES, WORDS, call, fold, load, prefetch, shifted, splat, store
-from serinus.kernels.cpu.scalar import cgutils, inlined, intrinsic, ir
+from serinus.kernels.cpu.scalar import cgutils, host_has, inlined, intrinsic, ir
 
 ROWS = 4
 """Rows digested together: they share the loads of the factors."""
+_WIDTH = LANES if host_has("avx512f") else LANES // 2
+"""Lanes of each row at a time: the sums of ROWS rows stay in registers."""
 BLOCK = 32
 """Lanes of one turn of the inner loop: 64 bytes of each row."""
 
@@ -34,25 +36,25 @@ def _packed(builder: Any, low: Any, high: Any) -> Any:
 
 
 @intrinsic()
-def digest_rows(builder: Any, rows: Any, factors: Any, others: Any, blocks: Any, out: Any) -> None:
+def digest_rows(builder: Any, rows: Any, factors: Any, others: Any, blocks: Any, out: Any, AHEAD: int) -> None:
     """out[r] = packed sums of the first `blocks` * BLOCK lanes of row r, for r < ROWS.
 
-    rows: int64 addresses of ROWS rows, then of ROWS rows of which the same lanes are asked for ahead of their use.
-    factors, others: int32 of the first and of the second sum. out: int64 [ROWS].
+    rows: int64 addresses of ROWS rows; where AHEAD is 1, then of ROWS rows of which the same lanes are asked for ahead
+    of their use. factors, others: int32 of the first and of the second sum. out: int64 [ROWS].
     """
-    shorts = ir.VectorType(_I16, LANES)
-    spots = [_load(builder, rows, 8 * i, I64, 8) for i in range(2 * ROWS)]
-    sums = [[cgutils.alloca_once(builder, WORDS) for _ in range(2)] for _ in range(ROWS)]
+    shorts, words = ir.VectorType(_I16, _WIDTH), ir.VectorType(I32, _WIDTH)
+    spots = [_load(builder, rows, 8 * i, I64, 8) for i in range((1 + AHEAD) * ROWS)]
+    sums = [[cgutils.alloca_once(builder, words) for _ in range(2)] for _ in range(ROWS)]
     for total in (total for pair in sums for total in pair):
-        builder.store(ir.Constant(WORDS, [0] * LANES), total)
+        builder.store(ir.Constant(words, [0] * _WIDTH), total)
     with cgutils.for_range(builder, blocks, intp=I64) as loop:
         here, there = (builder.mul(loop.index, I64(BLOCK * size)) for size in (2, 4))
         for spot in spots[ROWS:]:
             prefetch(builder, builder.add(spot, here), 2)
-        for first in range(0, BLOCK, LANES):
-            pair = [_load(builder, builder.add(at, there), first * 4, WORDS, 4) for at in (factors, others)]
+        for first in range(0, BLOCK, _WIDTH):
+            pair = [_load(builder, builder.add(at, there), first * 4, words, 4) for at in (factors, others)]
             for spot, totals in zip(spots[:ROWS], sums, strict=True):
-                lanes = builder.zext(_load(builder, builder.add(spot, here), first * 2, shorts, 2), WORDS)
+                lanes = builder.zext(_load(builder, builder.add(spot, here), first * 2, shorts, 2), words)
                 for factor, total in zip(pair, totals, strict=True):
                     builder.store(builder.add(builder.load(total), builder.mul(lanes, factor)), total)
     for r, (low, high) in enumerate(sums):

@@ -32,7 +32,7 @@ from serinus.kernels.cpu.calls import KernelCall
 from serinus.kernels.cpu.chunk_attention import Chunk, attend_chunks, make_units, serves
 from serinus.kernels.cpu.decode_attention import UNIT_FIELDS, decode_body
 from serinus.kernels.cpu.decode_attention import serves as decodes
-from serinus.kernels.cpu.digest import BLOCK
+from serinus.kernels.cpu.digest import BLOCK, ROWS
 from serinus.kernels.cpu.fp8 import bytes_of, kind_of
 from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, cap_score, carray, exp2, fetch_add, inlined, narrow, widen
 from serinus.kernels.cpu.vector import add_weighted_4, begin_shares, dots, largest
@@ -40,7 +40,7 @@ from serinus.kernels.cpu.watching import (
     PACKED,
     PLAIN,
     WATCH_INTEGERS,
-    add_row,
+    digest_due,
     find_entries,
     is_packed,
     own_sums,
@@ -404,6 +404,7 @@ def _body(size: int, group: int, bf16: bool, kind: int, capped: bool, watched: b
         rows = np.empty(_BLOCK, np.int64)
         entries = np.empty(_BLOCK, np.int64)
         portions = np.empty(_BLOCK, np.int32)
+        words = np.empty(2 * ROWS, np.int64)
         if watched:
             sums = own_sums(a[16], a[17], a[23], a.ctypes.data + 24 * 8)
             due = carray(at(a[15]), 7 * a[19] * a[20], np.int64)
@@ -421,8 +422,9 @@ def _body(size: int, group: int, bf16: bool, kind: int, capped: bool, watched: b
             begin_shares(top, mass, head * group, head_end * group, sinks)
             for start in range(units[u, 5], context, _BLOCK):
                 count = min(_BLOCK, context - start)
+                is_due = False
                 if watched:
-                    find_entries(entries, due, a[19], a[20], units[u, 6], start, count, a[18])
+                    is_due = find_entries(entries, due, a[19], a[20], units[u, 6], start, count, a[18])
                     weigh(portions, units[u, 7], units[u, 8], context, a[22], start)
                 for p in range(count):
                     slot = np.int64(table[start + p])
@@ -441,9 +443,11 @@ def _body(size: int, group: int, bf16: bool, kind: int, capped: bool, watched: b
                             group,
                             kind,
                         )
-                    if watched and entries[p] >= 0:
-                        first, end = head * head_lanes, head_end * head_lanes
-                        add_row(sums, a[17], entries[p], portions[p], key, a[13], a[21], first, end)
+                    if is_due and (p % ROWS == ROWS - 1 or p == count - 1):
+                        digest_due(
+                            sums, a[17], entries, portions, rows, a[2], p // ROWS * ROWS, p + 1, a[13], a[21],
+                            head * head_lanes, head_end * head_lanes, words,
+                        )  # fmt: skip
                 padded = (count + 3) // 4 * 4
                 if capped:
                     for n in range(head * group, head_end * group):
@@ -465,14 +469,11 @@ def _body(size: int, group: int, bf16: bool, kind: int, capped: bool, watched: b
                             v0 + o, v1 + o, v2 + o, v3 + o, weights, _BLOCK, total.ctypes.data + h * (group * size * 4),
                             size, group, kind,
                         )  # fmt: skip
-                    if watched:
-                        for r in range(p, min(p + 4, count)):
-                            if entries[r] >= 0:
-                                add_row(
-                                    sums + a[17] * 8, a[17], entries[r], portions[r],
-                                    a[3] + rows[r], a[13] + a[21] * 8, a[21],
-                                    head * head_lanes, head_end * head_lanes,
-                                )  # fmt: skip
+                    if is_due:
+                        digest_due(
+                            sums + a[17] * 8, a[17], entries, portions, rows, a[3], p, min(p + 4, count),
+                            a[13] + a[21] * 8, a[21], head * head_lanes, head_end * head_lanes, words,
+                        )  # fmt: skip
             for n in range(head * group, head_end * group):
                 inverse = np.float32(1) / mass[n]
                 for i in range(n * size, n * size + size):

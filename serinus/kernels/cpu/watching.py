@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from serinus.kernels.contracts import LayerDigest
-from serinus.kernels.cpu.digest import digest_row
+from serinus.kernels.cpu.digest import BLOCK, ROWS, digest_row, digest_rows
 from serinus.kernels.cpu.scalar import at, carray, fetch_add, inlined
 
 PACKED, PLAIN = 1, 2
@@ -57,11 +57,11 @@ def own_sums(sums: Any, entry_count: Any, slices: Any, thread_at: Any) -> Any:
 
 
 @inlined(fastmath=set())
-def find_entries(entries: Any, due: Any, batch: Any, sets: Any, b: Any, start: Any, count: Any, page_size: Any) -> None:
+def find_entries(entries: Any, due: Any, batch: Any, sets: Any, b: Any, start: Any, count: Any, page_size: Any) -> Any:
     """entries[p] = where the sums of position start + p of sequence b go, for p < `count`; behind, and where nothing
-    is due, MISSING. Page by page: no division a position."""
+    is due, MISSING. Returns whether any is due. Page by page: no division a position."""
     entries[:] = MISSING
-    width = sets * batch
+    width, found = sets * batch, False
     for column in range(b, width, batch):
         low, high, first = due[2 * width + column], due[3 * width + column], due[4 * width + column]
         if high <= start or low >= start + count or low >= high:
@@ -76,8 +76,9 @@ def find_entries(entries: Any, due: Any, batch: Any, sets: Any, b: Any, start: A
                 if page >= first and (page - first) % stride == 0:
                     entry = begin + (page - first) // stride * page_size
             if entry >= 0 and low <= start + p < high:
-                entries[p] = entry + inside
+                entries[p], found = entry + inside, True
             inside += 1
+    return found
 
 
 @inlined(fastmath=set())
@@ -112,18 +113,39 @@ def add_sums(sums: Any, entry_count: Any, entries: Any, weights: Any, first: Any
 
 
 @inlined(fastmath=set())
-def add_row(
-    sums: Any, entry_count: Any, entry: Any, weight: Any, row: Any, factors: Any, lanes: Any, first: Any, end: Any
-) -> None:
-    """Digest lanes first .. end - 1 of the row at an address by plain factors, int32 [2, lanes] at an address, and add
-    both sums, weighted. Lanes that have no factors are not digested."""
+def digest_due(
+    sums: Any, entry_count: Any, entries: Any, weights: Any, rows: Any, base: Any, begin: Any, behind: Any,
+    factors: Any, lanes: Any, first: Any, end: Any, words: Any,
+) -> None:  # fmt: skip
+    """Digest lanes first .. end - 1 of the rows of those positions begin .. behind - 1 that are due by plain factors,
+    int32 [2, lanes] at an address, and add both sums, weighted. Lanes that have no factors are not digested.
+
+    rows: offsets, in bytes, from `base`. words: int64 [2 * ROWS], for the time of the call.
+    """
     end = min(end, lanes)
     if first >= end:
         return
-    found = digest_row(row + first * 2, factors + first * 4, factors + (lanes + first) * 4, end - first)
+    ones, others = factors + first * 4, factors + (lanes + first) * 4
     both = carray(at(sums), 2 * entry_count, np.int32)
-    both[entry] += np.int32(found & 0xFFFFFFFF) * weight
-    both[entry_count + entry] += np.int32((found >> 32) & 0xFFFFFFFF) * weight
+    for p in range(begin, behind, ROWS):
+        count, due = min(ROWS, behind - p), 0
+        for r in range(count):
+            due += entries[p + r] >= 0
+        if not due:
+            continue
+        for r in range(count):
+            words[r] = base + rows[p + r] + first * 2
+        if due == ROWS and (end - first) % BLOCK == 0:
+            digest_rows(words.ctypes.data, ones, others, (end - first) // BLOCK, words.ctypes.data + 8 * ROWS, 0)
+        else:
+            for r in range(count):
+                if entries[p + r] >= 0:
+                    words[ROWS + r] = digest_row(words[r], ones, others, end - first)
+        for r in range(count):
+            entry, found, weight = entries[p + r], words[ROWS + r], weights[p + r]
+            if entry >= 0:
+                both[entry] += np.int32(found & 0xFFFFFFFF) * weight
+                both[entry_count + entry] += np.int32((found >> 32) & 0xFFFFFFFF) * weight
 
 
 @inlined(fastmath=set())
