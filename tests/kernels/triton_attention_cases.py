@@ -5,20 +5,25 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import FP8_FORMATS, AttentionBatch, LayerDigest, Tiling, packed_sums
+from serinus.kernels import FP8_FORMATS, AttentionBatch, LatentHeads, LayerDigest, Tiling, find_chunks, packed_sums
 from serinus.kernels.fp8 import stored_as
 from serinus.kernels.packed import PackedFactors
+from serinus.kernels.triton import latent_attention as latent
 
 from .conftest import make_paged
 from .triton_columns import columns, dtype_of, far_apart, page_first
 
-__all__ = ["latent_attention", "paged_attention", "watched_attention", "watched_batch"]
+__all__ = ["latent_attention", "latent_heads", "paged_attention", "watched_attention", "watched_batch"]
 
 TILING = Tiling(block=16, warps=4, stages=1, stretches=2)
 """Small: the few tokens of a case are several blocks of several stretches."""
@@ -200,6 +205,56 @@ def latent_attention(seed: int, device: str) -> str:
     return wrong + (
         "" if torch.equal(found, fast.latent_attention(q, laid, *inputs[2:])) else " other bits without digests"
     )
+
+
+def latent_heads(seed: int, device: str) -> str:
+    """The same with what heads make of latents, beside decodes and short chunks, all heads at once and some after the
+    other, twice to the bit; of no chunk whose keys are made queries come into the space of rows."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ref, fast = columns(device, "latent_attention")
+    rank, rotated, plain, value = rng.choice(((32, 16, 12, 10), (40, 8, 16, 24), (36, 4, 8, 16)))
+    heads, page, long = rng.choice((1, 3, 6)), rng.choice((1, 4, 16)), 90
+    if device == "cuda":
+        rank, rotated, plain, value = rng.choice(((512, 64, 128, 128), (256, 32, 24, 20), (64, 16, 24, 20)))
+        heads, long = rng.choice((1, 8, 16, 128)), 2500
+    sequences = [(n, n + rng.randint(0, long)) for n in (40, 1, 1, 150, 33, 2, 1)[: rng.randint(1, 7)]]
+    rng.shuffle(sequences)
+    dtype = dtype_of(rng, device)
+    paged = make_paged(
+        seed=seed, sequences=sequences, heads=heads, kv_heads=1, head_size=rank + rotated, page_size=page, dtype=dtype
+    )
+    (laid,) = page_first(rng, [stored_as(paged.k_pool, rng.choice((dtype, *FP8_FORMATS))).to(device)], page)
+    table = F.pad(paged.table, (0, rng.choice((0, 200)))).to(device)
+    brought: list[int] = []
+
+    class Told(LatentHeads):
+        def absorb(self, q_TNX: Tensor, out_TNR: Tensor) -> None:
+            brought.append(len(q_TNX))
+            super().absorb(q_TNX, out_TNR)
+
+    def drawn_here(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) * rank**-0.5).to(dtype).to(device)
+
+    made = Told(key_NPR=drawn_here(heads, plain, rank), value_NRV=drawn_here(heads, rank, value))
+    q = drawn_here(len(paged.q), heads + 1, plain + rotated)[:, 1:] * rank**0.5
+    expected = ref.latent_attention(q, laid, rank, table, batch_on(paged.batch, device), 0.1, None, made)
+    brought.clear()
+    chunks = find_chunks(paged.batch.q_starts_B1.numpy(), paged.batch.context_B.numpy(), partial(moved, device))
+    inputs = q, laid, rank, table, replace(batch_on(paged.batch, device), chunks=chunks), 0.1, None, made
+    found = fast.latent_attention(*inputs)
+    wrong = far_apart(f"attention of {heads} heads that make keys", found, expected)
+    groups = latent.expanded_groups(inputs[4], rank + rotated, table.shape[1], made)
+    if sum(brought) != len(q) - sum(len(range(*group.tokens.indices(len(q)))) for group in groups):
+        wrong += f" {brought} queries in the space of rows of {sequences}"
+    kept, latent._KEYS = latent._KEYS, 1
+    few, latent._KEYS = fast.latent_attention(*inputs), kept
+    wrong += far_apart("one head after the other", few, expected)
+    return wrong + ("" if torch.equal(found, fast.latent_attention(*inputs)) else " other bits the second time")
+
+
+def moved(device: str, words: NDArray[np.int64]) -> Tensor:
+    """An array there."""
+    return torch.from_numpy(words).to(device)
 
 
 def _plain(factors_22W: Tensor) -> PackedFactors:
