@@ -28,6 +28,7 @@ from .canary_case import PAGE, make_case, outcome
 from .triton_attention_cases import (
     latent_attention,
     latent_heads,
+    long_chunks,
     paged_attention,
     watched_attention,
     watched_batch,
@@ -105,6 +106,7 @@ CASES: dict[str, Callable[[int, str], str]] = {
         paged_attention,
         latent_attention,
         latent_heads,
+        long_chunks,
         norms,
         gates,
         experts,

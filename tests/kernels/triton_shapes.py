@@ -42,13 +42,14 @@ def page_first(kv_heads: int, size: int, dtype: torch.dtype = torch.bfloat16) ->
     return pages[:, 1, 0], pages[:, 1, 1]
 
 
-def batch_of(tokens: int, sequences: int) -> AttentionBatch:
-    """So many sequences of any length."""
-    return AttentionBatch(
-        rows_B=torch.ones(sequences, dtype=torch.int64),
-        q_starts_B1=torch.arange(sequences + 1) * (tokens // sequences),
-        context_B=torch.full((sequences,), tokens),
-    )
+def batches_of(tokens: int, sequences: int) -> list[AttentionBatch]:
+    """So many sequences of any length; of chunks also as a host knows them."""
+    starts, contexts = torch.arange(sequences + 1) * (tokens // sequences), torch.full((sequences,), tokens)
+    batch = AttentionBatch(
+        rows_B=torch.ones(sequences, dtype=torch.int64), q_starts_B1=starts, context_B=contexts
+    )  # fmt: skip
+    chunks = find_chunks(starts.numpy(), contexts.numpy(), torch.from_numpy)
+    return [batch] if chunks is None else [batch, replace(batch, chunks=chunks)]
 
 
 def attend(
@@ -57,9 +58,10 @@ def attend(
 ) -> None:  # fmt: skip
     """A decode step or a chunk, with the window, cap or sinks that are given. Decodes with digests too."""
     k_pool, v_pool = page_first(kv_heads, size, kv)
-    batch, table = batch_of(tokens, sequences), torch.zeros((sequences + 1, 40960), dtype=torch.int32)
-    inputs = (blank(tokens, heads, size), k_pool, v_pool, table, batch, size**-0.5)
-    ops.paged_attention(*inputs, **given)
+    table = torch.zeros((sequences + 1, 40960), dtype=torch.int32)
+    for batch in batches_of(tokens, sequences):
+        inputs = (blank(tokens, heads, size), k_pool, v_pool, table, batch, size**-0.5)
+        ops.paged_attention(*inputs, **given)
     if tokens == sequences:
         factors = torch.from_numpy(digest_coefficients([0], range(kv_heads), size, kv.itemsize, partial=False))[0]
         digest = LayerDigest(
@@ -72,13 +74,11 @@ def attend(
 def attend_latent(ops: Kernels, tokens: int, sequences: int, heads: int, kv: torch.dtype = torch.bfloat16) -> None:
     """A decode step or a chunk of DeepSeek-V2-Lite or V3, by their heads."""
     table = torch.zeros((sequences + 1, 40960), dtype=torch.int32)
-    pool, batch = page_first(1, 576, kv)[0], batch_of(tokens, sequences)
+    pool = page_first(1, 576, kv)[0]
     queries, slots, cos = blank(tokens, heads, 192), torch.zeros(tokens, dtype=torch.int64), torch.empty(40960, 32)
     made = LatentHeads(key_NPR=blank(heads, 128, 512), value_NRV=blank(heads, 512, 128))
-    ops.latent_attention(queries, pool, 512, table, batch, 0.1, None, made)
-    chunks = find_chunks(batch.q_starts_B1.numpy(), batch.context_B.numpy(), torch.from_numpy)
-    if chunks is not None:
-        ops.latent_attention(queries, pool, 512, table, replace(batch, chunks=chunks), 0.1, None, made)
+    for batch in batches_of(tokens, sequences):
+        ops.latent_attention(queries, pool, 512, table, batch, 0.1, None, made)
     factors = torch.from_numpy(digest_coefficients([0], [0], 576 * kv.itemsize // 2, 2, partial=False, halves=1))[0]
     written = WrittenRows(coefficients_22W=factors, sums_T2=torch.zeros((tokens, 2), dtype=torch.int64))
     rows = blank(tokens, 2112)[:, -576:]

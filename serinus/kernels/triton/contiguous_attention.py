@@ -11,7 +11,7 @@ key that are a head's own, that all heads share, and of a value, B = sequences, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,14 @@ from serinus.kernels.pool_rows import page_gap, slot_count
 from serinus.kernels.triton.decode_attention import dot, head_block, load_slots
 from serinus.kernels.triton.pool_rows import row_starts
 
-__all__ = ["ChunkCut", "ChunkGroup", "aligned", "attend_contiguous", "chunk_groups", "gather_rows", "whole_rows"]
+__all__ = ["ChunkCut", "ChunkGroup", "aligned", "attend_contiguous", "chunk_groups", "gather_rows", "head_parts"]
 
 _LOG2_E = 1.4426950408889634
 _GATHERED = 1 << 14
 """Elements that a program copies, of some rows."""
+_KEYS = 1 << 27
+"""Elements of keys and values that lie side by side at a time: more heads than have so many go one group after the
+other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,19 +103,33 @@ def aligned(size: int) -> int:
     return (size + 7) // 8 * 8
 
 
+def head_parts(like: Tensor, heads: int, rows: int, longest: int, each: int) -> Iterator[tuple[slice, Tensor]]:
+    """Heads that go together, and room for so many rows of them, [H, L, each], all in the same memory: as much of it as
+    a group of the longest context takes, so that the largest step of all is one of those."""
+    most = each * max(rows, whole_rows(longest))
+    room = like.new_empty(max(most, min(_KEYS, heads * most)))
+    parts = -(-heads // (len(room) // (rows * each)))
+    for i in range(parts):
+        some = slice(heads * i // parts, heads * (i + 1) // parts)
+        count = some.stop - some.start
+        yield some, room[: count * rows * each].view(count, rows, each)
+
+
 def gather_rows(
-    pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch, group: ChunkGroup, out_HLD: Tensor, split: int = 0
-) -> None:
-    """Copy the rows of the contexts of a group out of their pages, and widen them; elements from `split` on go to
-    column aligned(split) and behind. Slots that are none of the pool's are read as slot 0."""
+    pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch, group: ChunkGroup, out_HLD: Tensor, *,
+    head: int = 0, split: int = 0,
+) -> None:  # fmt: skip
+    """Copy the rows of the contexts of a group out of their pages, those of `head` and the next ones, and widen them;
+    elements from `split` on go to column aligned(split) and behind. Slots that are none of the pool's are read as
+    slot 0."""
     assert batch.chunks is not None, "kernels: a group of a batch whose chunks nobody knows"
     page_slots, gap = page_gap(pool_SHD)
     heads, width = pool_SHD.shape[-2:]
     first, wide = group.chunks[0], triton.next_power_of_2(width)
     rows = max(16, min(CHUNK_ROWS, _GATHERED // wide))
-    _gather[(group.rows // rows, heads)](
+    _gather[(group.rows // rows, len(out_HLD))](
         pool_SHD, req_to_token_RC, req_to_token_RC.stride(0), batch.rows_B, batch.context_B, batch.chunks.places_B,
-        out_HLD, slot_count(pool_SHD), gap, first.sequence, len(group.chunks), first.place, group.rows,
+        out_HLD, slot_count(pool_SHD), gap, first.sequence, len(group.chunks), first.place, group.rows, head,
         HEADS=heads, WIDTH=width, WIDE=wide, SPLIT=split, SHIFT=aligned(split) - split,
         STRIDE=out_HLD.stride(1), ROWS=rows, SLOTS=page_slots, num_warps=8,
     )  # fmt: skip
@@ -120,7 +137,7 @@ def gather_rows(
 
 def attend_contiguous(
     q_TNX: Tensor, k_HLP: Tensor, v_HLV: Tensor, shared_LO: Tensor | None, batch: AttentionBatch, group: ChunkGroup,
-    scale: float, out_TNV: Tensor, queries: int = 1, head: int = 0, cut: ChunkCut | None = None,
+    scale: float, out_TNV: Tensor, *, queries: int = 1, head: int = 0, cut: ChunkCut | None = None,
 ) -> None:  # fmt: skip
     """Attention of the sequences of a group into `out_TNV`; other tokens are left alone.
 
@@ -156,9 +173,9 @@ def _bulk(rows_LX: Tensor, block: int) -> TensorDescriptor:
 _jit: Any = triton.jit
 
 
-@_jit(do_not_specialize=["sequence", "count", "base", "length"])
+@_jit(do_not_specialize=["sequence", "count", "base", "length", "head"])
 def _gather(
-    pool, table, columns, rows, contexts, places, out, slot_count, gap, sequence, count, base, length,
+    pool, table, columns, rows, contexts, places, out, slot_count, gap, sequence, count, base, length, head,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr, SHIFT: tl.constexpr,
     STRIDE: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -173,7 +190,7 @@ def _gather(
     context = tl.load(contexts + b).to(tl.int32)
     slot = load_slots(table + tl.load(rows + b) * columns, tl.minimum(t, context - 1), slot_count)
     inside = (w < WIDTH)[None, :]
-    at_R1 = row_starts(slot, gap, HEADS * WIDTH, SLOTS)[:, None] + h * WIDTH
+    at_R1 = row_starts(slot, gap, HEADS * WIDTH, SLOTS)[:, None] + (head + h) * WIDTH
     row_RW = tl.load(pool + at_R1 + w[None, :], mask=(t < context)[:, None] & inside, other=0.0)
     spot_W = w + tl.where(w < SPLIT, 0, SHIFT)
     spot_RW = (h * length + at + r)[:, None].to(tl.int64) * STRIDE + spot_W[None, :]

@@ -34,7 +34,7 @@ from serinus.kernels.triton.contiguous_attention import (
     attend_contiguous,
     chunk_groups,
     gather_rows,
-    whole_rows,
+    head_parts,
 )
 from serinus.kernels.triton.decode_attention import ROWS_LEAST, dot, head_block, load_rows, load_slots
 from serinus.kernels.triton.pool_rows import row_starts
@@ -56,9 +56,6 @@ _PAIRS = 132 * 64
 H100: a chunk of 16 tokens behind 8,192 takes 704 us with 16 heads, over keys that are made 248."""
 _LEAST = 4
 """Tokens of a chunk for which keys and values are made, at least."""
-_KEYS = 1 << 27
-"""Elements of keys and values that are made of rows at a time: more heads than have so many go one group after the
-other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,25 +140,15 @@ def _expand(
     (count, plain, rank), value = heads.key_NPR.shape, heads.value_NRV.shape[2]
     rotated, wide = q_TNX.shape[2] - plain, aligned(plain)
     rows_LW = q_TNX.new_empty((group.rows, aligned(rank) + aligned(rotated)))
-    gather_rows(pool_S1W, req_to_token_RC, batch, group, rows_LW[None], rank)
+    gather_rows(pool_S1W, req_to_token_RC, batch, group, rows_LW[None], split=rank)
     latents_LR = rows_LW[:, :rank]
     shared_LO = rows_LW[:, aligned(rank) : aligned(rank) + rotated] if rotated else None
-    both = wide + aligned(value)
-    longest = both * max(group.rows, whole_rows(req_to_token_RC.shape[1]))
-    made = q_TNX.new_empty(max(longest, min(_KEYS, count * longest)))  # as much for a shorter context
-    for some in _shares(count, len(made) // (group.rows * both)):
-        kv_HLX = made[: len(some) * group.rows * both].view(len(some), group.rows, both)
+    for some, kv_HLX in head_parts(q_TNX, count, group.rows, req_to_token_RC.shape[1], wide + aligned(value)):
         k_HLP, v_HLV = kv_HLX[..., :plain], kv_HLX[..., wide : wide + value]
-        rows_HLR, these = latents_LR.expand(len(some), -1, -1), slice(some.start, some.stop)
-        torch.bmm(rows_HLR, heads.key_NPR[these].transpose(1, 2), out=k_HLP)
-        torch.bmm(rows_HLR, heads.value_NRV[these], out=v_HLV)
+        rows_HLR = latents_LR.expand(len(kv_HLX), -1, -1)
+        torch.bmm(rows_HLR, heads.key_NPR[some].transpose(1, 2), out=k_HLP)
+        torch.bmm(rows_HLR, heads.value_NRV[some], out=v_HLV)
         attend_contiguous(q_TNX, k_HLP, v_HLV, shared_LO, batch, group, scale, out_TNV, head=some.start)
-
-
-def _shares(count: int, most: int) -> list[range]:
-    """So many heads in parts of at most so many, as alike as can be."""
-    parts = -(-count // most)
-    return [range(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
 
 
 def _over_rows(
