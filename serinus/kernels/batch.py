@@ -21,7 +21,7 @@ def slots_in(slots: Tensor, slot_count: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class HostChunk:
     """A sequence with several tokens in a step, as the host knows it."""
 
     sequence: int
@@ -37,10 +37,10 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunks:
+class HostChunks:
     """All sequences of a batch that have several tokens."""
 
-    each: tuple[Chunk, ...]
+    each: tuple[HostChunk, ...]
     """In the order of the batch."""
     places_B: Tensor
     """int64, where the batch is: the place of each, and of a sequence with one token that of the chunk behind it."""
@@ -48,7 +48,7 @@ class Chunks:
 
 def find_chunks(
     q_starts_B1: NDArray[np.int64], context_B: NDArray[np.int64], put: Callable[[NDArray[np.int64]], Tensor]
-) -> Chunks | None:
+) -> HostChunks | None:
     """Those of a batch with these offsets and contexts; `put` brings an array to where the batch is. None: there are
     none."""
     counts = np.diff(q_starts_B1)
@@ -59,10 +59,10 @@ def find_chunks(
     places = np.cumsum(rows) - rows
     columns = (several, q_starts_B1[several], counts[several], context_B[several], places[several])
     each = tuple(
-        Chunk(sequence=sequence, first=first, count=count, context=context, place=place)
+        HostChunk(sequence=sequence, first=first, count=count, context=context, place=place)
         for sequence, first, count, context, place in zip(*(column.tolist() for column in columns), strict=True)
     )
-    return Chunks(each=each, places_B=put(places))
+    return HostChunks(each=each, places_B=put(places))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class AttentionBatch:
     is_watched: bool = False
     """A canary looks the rows up again after the pass: an entry that names no slot of the pool, which attention refuses
     otherwise, is read as slot 0 then."""
-    chunks: Chunks | None = None
+    chunks: HostChunks | None = None
     """The sequences with several tokens, where the host knows them: a column may attend in other ways then."""
 
     @property

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from serinus.kernels import AttentionBatch, LatentHeads, find_chunks
-from serinus.kernels.batch import Chunk
+from serinus.kernels.batch import HostChunk
 from serinus.kernels.triton.contiguous_attention import ChunkGroup
 from serinus.kernels.triton.latent_attention import expanded_groups
 
@@ -33,9 +33,9 @@ def test_contexts_of_chunks_begin_at_multiples_of_128_rows_and_decodes_have_none
     assert batch.chunks is not None
     assert batch.chunks.places_B.tolist() == [0, 0, 256, 256, 384]
     assert batch.chunks.each == (
-        Chunk(sequence=1, first=1, count=5, context=130, place=0),
-        Chunk(sequence=3, first=7, count=128, context=128, place=256),
-        Chunk(sequence=4, first=135, count=2, context=2, place=384),
+        HostChunk(sequence=1, first=1, count=5, context=130, place=0),
+        HostChunk(sequence=3, first=7, count=128, context=128, place=256),
+        HostChunk(sequence=4, first=135, count=2, context=2, place=384),
     )
     assert batch_of((1, 900), (1, 7)).chunks is None
 

@@ -25,7 +25,6 @@ from serinus.kernels.contracts import Tiling
 from serinus.kernels.pool_rows import page_gap, slot_count
 from serinus.kernels.triton.contiguous_attention import (
     ChunkGroup,
-    aligned,
     attend_contiguous,
     chunk_groups,
     gather_rows,
@@ -67,8 +66,8 @@ def attend_many(
     if is_plain and batch.chunks is not None and q_TND.element_size() == 2 and size in _SIZES:
         most = _PAIRS // (heads // kv_heads)
         long = [chunk for chunk in batch.chunks.each if chunk.count > most]
-        for group in chunk_groups(long, req_to_token_RC.shape[1]):
-            _attend_copied(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, out_TND, group)
+        for neighbours in chunk_groups(long, req_to_token_RC.shape[1]):
+            _attend_copied(q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, batch, scale, out_TND, neighbours)
         if len(long) == len(batch.chunks.each):
             return
     page_slots, gap = page_gap(k_pool_SHD)
@@ -86,24 +85,24 @@ def attend_many(
     )  # fmt: skip
 
 
-_jit: Any = triton.jit
-_LOG2_E_C = tl.constexpr(_LOG2_E)
-
-
 def _attend_copied(
     q_TND: Tensor, k_pool_SHD: Tensor, v_pool_SHD: Tensor, req_to_token_RC: Tensor, batch: AttentionBatch,
     scale: float, out_TND: Tensor, group: ChunkGroup,
 ) -> None:  # fmt: skip
     """Attention of a group over keys and values that are copied out of their pages, of some heads after the other."""
     kv_heads, size = k_pool_SHD.shape[-2:]
-    queries, wide = q_TND.shape[1] // kv_heads, aligned(size)
-    for some, kv_HLX in head_parts(q_TND, kv_heads, group.rows, req_to_token_RC.shape[1], 2 * wide):
-        k_HLD, v_HLD = kv_HLX[..., :size], kv_HLX[..., wide : wide + size]
+    queries = q_TND.shape[1] // kv_heads
+    for some, kv_HLX in head_parts(q_TND, kv_heads, group.rows, req_to_token_RC.shape[1], 2 * size):
+        k_HLD, v_HLD = kv_HLX[..., :size], kv_HLX[..., size:]
         gather_rows(k_pool_SHD, req_to_token_RC, batch, group, k_HLD, head=some.start)
         gather_rows(v_pool_SHD, req_to_token_RC, batch, group, v_HLD, head=some.start)
         attend_contiguous(
             q_TND, k_HLD, v_HLD, None, batch, group, scale, out_TND, queries=queries, head=some.start * queries
         )
+
+
+_jit: Any = triton.jit
+_LOG2_E_C = tl.constexpr(_LOG2_E)
 
 
 @_jit(do_not_specialize=["batch", "tiles", "most"])

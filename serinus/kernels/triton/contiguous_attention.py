@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from serinus.kernels.batch import CHUNK_ROWS, AttentionBatch, Chunk
+from serinus.kernels.batch import CHUNK_ROWS, AttentionBatch, HostChunk
 from serinus.kernels.pool_rows import page_gap, slot_count
 from serinus.kernels.triton.decode_attention import dot, head_block, load_slots
 from serinus.kernels.triton.pool_rows import row_starts
@@ -60,23 +60,23 @@ def cut_of(size: int, itemsize: int) -> ChunkCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkGroup:
-    """Neighbouring sequences, all with several tokens, whose contexts lie side by side."""
+    """Neighbouring sequences, all with several tokens; their contexts lie side by side."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[HostChunk, ...]
 
     @property
     def sequences(self) -> slice:
-        """Of the batch."""
+        """Their numbers in the batch."""
         return slice(self.chunks[0].sequence, self.chunks[-1].sequence + 1)
 
     @property
     def tokens(self) -> slice:
-        """Of the step."""
+        """Their tokens in the step."""
         return slice(self.chunks[0].first, self.chunks[-1].first + self.chunks[-1].count)
 
     @property
     def rows(self) -> int:
-        """L, a multiple of CHUNK_ROWS."""
+        """L, rows of their contexts: a multiple of CHUNK_ROWS."""
         last = self.chunks[-1]
         return whole_rows(last.place + last.context - self.chunks[0].place)
 
@@ -86,9 +86,9 @@ def whole_rows(count: int) -> int:
     return -(-count // CHUNK_ROWS) * CHUNK_ROWS
 
 
-def chunk_groups(chunks: Sequence[Chunk], rows: int) -> list[ChunkGroup]:
+def chunk_groups(chunks: Sequence[HostChunk], rows: int) -> list[ChunkGroup]:
     """These chunks, in their order, in groups of at most so many rows, or of one chunk."""
-    groups: list[list[Chunk]] = []
+    groups: list[list[HostChunk]] = []
     for chunk in chunks:
         group = groups[-1] if groups else []
         if group and group[-1].sequence + 1 == chunk.sequence and chunk.place + chunk.context - group[0].place <= rows:
