@@ -17,12 +17,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.canary_gpu import best_us, copy_rate, replay_us
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import AttentionBatch, Kernels, LayerDigest, PackedLinear, RowSampling, WrittenRows, load
+from serinus.kernels import (
+    AttentionBatch,
+    Kernels,
+    LayerDigest,
+    PackedLinear,
+    RowSampling,
+    WrittenRows,
+    find_chunks,
+    load,
+)
 
 LAYERS, WIDTH, INNER, HEADS, KV_HEADS, SIZE, VOCAB = 36, 4096, 12288, 32, 8, 128, 151936
 PAGE, EPS, DTYPE = 16, 1e-6, torch.bfloat16
@@ -99,6 +109,7 @@ def batch_of(counts: Sequence[int], contexts: Sequence[int]) -> tuple[AttentionB
         rows_B=torch.arange(1, len(counts) + 1).cuda(),
         q_starts_B1=starts.cuda(),
         context_B=torch.tensor(contexts).cuda(),
+        chunks=find_chunks(starts.numpy(), np.array(contexts), lambda words: torch.from_numpy(words).cuda()),
     )
     return batch, table.cuda(), (sum(pages) + 1) * PAGE
 

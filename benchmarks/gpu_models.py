@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.gpu_kernels import COPIES, PAGE, Bench, batch_of, ceiling_of_card, normal
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import E2M1_TWICE, LayerDigest, PackedExperts, QuantizedWeight, load
+from serinus.kernels import E2M1_TWICE, LatentHeads, LayerDigest, PackedExperts, QuantizedWeight, load
 from serinus.kernels.packed import PackedFactors
 
 __all__ = ["PARTS", "chosen_experts", "expert_stacks", "quantized"]
@@ -28,7 +28,7 @@ __all__ = ["PARTS", "chosen_experts", "expert_stacks", "quantized"]
 COUNT, CHOSEN, WIDTH, INNER = 128, 8, 2048, 768
 GROUP = 128
 FORMS = ("int8", "int4", "fp8", "fp8 in blocks")
-RANK, ROTATED = 512, 64
+RANK, ROTATED, PLAIN, VALUE = 512, 64, 128, 128
 
 
 def expert_stacks() -> PackedExperts:
@@ -124,21 +124,23 @@ def quantized_linears(bench: Bench) -> None:
 
 
 def latent(bench: Bench) -> None:
-    """Decode steps, with digests too, and a prompt."""
+    """Decode steps, with digests too, and prompts: what queries, keys and values take to be made is counted."""
     row = RANK + ROTATED
     for heads in (16, 128):
+        made = LatentHeads(key_NPR=normal(heads, PLAIN, RANK, scale=0.04), value_NRV=normal(heads, RANK, VALUE))
         for counts, contexts in (
             ([1], [1100]), ([1], [16000]), ([1] * 16, [1100] * 16), ([1] * 64, [1100] * 64), ([8192], [8192]),
+            ([1024] * 8, [1024] * 8), ([256], [8192]),
         ):  # fmt: skip
             batch, table, slots = batch_of(counts, contexts)
             layers = [normal(slots, 1, row) for _ in range(COPIES)]
-            q = normal(sum(counts), heads, row)
+            q = normal(sum(counts), heads, PLAIN + ROTATED)
             pairs = sum(n * c - n * (n - 1) // 2 for n, c in zip(counts, contexts, strict=True))
-            moved = sum(contexts) * row * 2 + q.nbytes * (row + RANK) / row
-            case, flops = (
-                f"{len(counts)} x {counts[0]} behind {contexts[0]}, {heads} heads",
-                2 * pairs * heads * (row + RANK),
-            )
+            moved = sum(contexts) * row * 2 + q.nbytes * (1 + VALUE / (PLAIN + ROTATED)) + 2 * made.key_NPR.nbytes
+            case = f"{len(counts)} x {counts[0]} behind {contexts[0]}, {heads} heads"
+            over_rows = sum(counts) * RANK * (PLAIN + VALUE) + pairs * (row + RANK)
+            over_keys = sum(contexts) * RANK * (PLAIN + VALUE) + pairs * (PLAIN + ROTATED + VALUE)
+            flops = 2 * heads * min(over_rows, over_keys)
             factors = torch.from_numpy(digest_coefficients([0], [0], row, 2, partial=False, halves=1))[0].cuda()
             names = list(range(len(counts)))
             reads = torch.tensor([names, [n + 1 for n in names], [0] * len(names), contexts, [1] * len(names), names])
@@ -151,7 +153,8 @@ def latent(bench: Bench) -> None:
                     sums_P22E=torch.zeros((1, 2, 2, entries), dtype=torch.int32, device="cuda"),
                 ) if watched else None  # fmt: skip
                 jobs = [
-                    partial(bench.ops.latent_attention, q, each, RANK, table, batch, 0.1, digest) for each in layers
+                    partial(bench.ops.latent_attention, q, each, RANK, table, batch, 0.1, digest, made)
+                    for each in layers
                 ]
                 bench.line("latent_attention", case + ", digested" * watched, jobs, moved, flops)
 

@@ -34,6 +34,10 @@ _TOKENS: Final = 40
 """Of each of the first prompts: more than attention takes for decoding, and linears as few rows."""
 _ROWS: Final = (8, 32, 64, 128)
 """Tokens of prompts that linears and digests are cut differently for."""
+_FEW: Final = 2
+"""Tokens of a prompt that is attended over latent rows; for the longer ones keys are made of them."""
+_LONG: Final = 8192
+"""Tokens of a prompt whose keys and values are copied out of their pages."""
 _LOOK_S: Final = 0.05
 _DRAWN: Final = SamplingParams(max_new_tokens=2, temperature=1.0, top_p=0.9, ignore_eos=True)
 _GREEDY: Final = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
@@ -74,10 +78,14 @@ def _requests(parts: RankParts, room: int) -> Iterator[list[tuple[int, int, Samp
     if not specializes(parts):
         return
     sizes, chunk = list(_ROWS), chunk_of(parts.config, parts.device)
+    if parts.spec.is_latent:
+        sizes.insert(0, _FEW)
     chunk = room if chunk < 0 else min(chunk, room)
-    if parts.spec.experts is not None or parts.spec.quantization is not None:
+    if parts.spec.experts is not None or parts.spec.quantization is not None or parts.spec.is_latent:
         while sizes[-1] < chunk:
             sizes.append(min(2 * sizes[-1], chunk))
+    else:
+        sizes.append(min(_LONG, chunk))
     for token, size in enumerate(sizes, 1):
         yield [(size, token, _GREEDY)]
     page = parts.config.memory.page_size

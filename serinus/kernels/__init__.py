@@ -5,7 +5,7 @@ name hold the same op with the same signature; a column may lack an op, then `re
 nothing is chosen per call. Kernels take tensors and sizes, never objects of upper rooms.
 """
 
-from serinus.kernels.batch import AttentionBatch, slots_in
+from serinus.kernels.batch import AttentionBatch, find_chunks, slots_in
 from serinus.kernels.canary import RING_FIELDS, SEQUENCES, DuePages, Reason, StampLane, packed_sums, stamp_lanes
 from serinus.kernels.contracts import (
     ExpertGate,
@@ -62,6 +62,7 @@ __all__ = [
     "carry_words",
     "collapse_to_huge_pages",
     "digest_values",
+    "find_chunks",
     "load",
     "packed_sums",
     "populate",

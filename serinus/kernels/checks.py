@@ -17,7 +17,7 @@ from torch import Tensor
 
 from serinus.core.stamps import PARTIAL_LANES
 from serinus.kernels.batch import AttentionBatch
-from serinus.kernels.contracts import LayerDigest, LayersKv, WrittenRows
+from serinus.kernels.contracts import LatentHeads, LayerDigest, LayersKv, WrittenRows
 from serinus.kernels.fp8 import FP8_FORMATS
 from serinus.kernels.packed import PackedExperts
 from serinus.kernels.pool_rows import is_laid_out, row_elements
@@ -177,31 +177,31 @@ def check_qk_rope_store(
 
 def check_latent_rope_store(
     rows_TW: Tensor, norm_R: Tensor, queries_TNQ: Tensor, cos_PF: Tensor, sin_PF: Tensor, positions_T: Tensor,
-    pool_S1W: Tensor, slots_T: Tensor, q_out_TNW: Tensor, written: WrittenRows | None,
+    pool_S1W: Tensor, slots_T: Tensor, written: WrittenRows | None,
 ) -> None:  # fmt: skip
     """Raise ValueError where shapes or dtypes disagree, a tensor is strided, or other rows are digested."""
-    (tokens, width), (_, heads, size), rank = rows_TW.shape, queries_TNQ.shape, len(norm_R)
+    (tokens, width), (_, _, size), rank = rows_TW.shape, queries_TNQ.shape, len(norm_R)
     rotated = width - rank
     shapes = {
-        "pool": (pool_S1W.shape[-2:], (1, width)), "q_out": (q_out_TNW.shape, (tokens, heads, width)),
-        "queries": (queries_TNQ.shape[:2], (tokens, heads)), "positions": (positions_T.shape, (tokens,)),
-        "slots": (slots_T.shape, (tokens,)), "cos": (cos_PF.shape[1:], (rotated // 2,)),
-        "sin": (sin_PF.shape, cos_PF.shape), "what rotates": ((rotated % 2, rotated > 0, size >= rotated), (0, 1, 1)),
+        "pool": (pool_S1W.shape[-2:], (1, width)), "queries": (queries_TNQ.shape[:1], (tokens,)),
+        "positions": (positions_T.shape, (tokens,)), "slots": (slots_T.shape, (tokens,)),
+        "cos": (cos_PF.shape[1:], (rotated // 2,)), "sin": (sin_PF.shape, cos_PF.shape),
+        "what rotates": ((rotated % 2, rotated > 0, size >= rotated), (0, 1, 1)),
     }  # fmt: skip
     wrong = [
         f"{name} {tuple(found)}, not {tuple(wanted)}" for name, (found, wanted) in shapes.items() if found != wanted
     ]
     if wrong:
         raise ValueError(f"kernels: rows {tuple(rows_TW.shape)} of a latent of {rank}: {'; '.join(wrong)}")
-    dtypes = {rows_TW.dtype, queries_TNQ.dtype, pool_S1W.dtype, q_out_TNW.dtype}
-    is_typed = queries_TNQ.dtype == rows_TW.dtype and _are_typed(rows_TW, q_out_TNW, pool_S1W, pool_S1W)
+    dtypes = {rows_TW.dtype, queries_TNQ.dtype, pool_S1W.dtype}
+    is_typed = _are_typed(rows_TW, queries_TNQ, pool_S1W, pool_S1W)
     is_whole = {positions_T.dtype, slots_T.dtype} == {torch.int64} and {cos_PF.dtype, sin_PF.dtype} == {torch.float32}
     if not is_typed or not is_whole or norm_R.dtype not in (rows_TW.dtype, torch.float32):
         raise ValueError(
-            f"kernels: rows, queries, pool and q_out of {sorted(map(str, dtypes))}, norm of {norm_R.dtype}; expected "
+            f"kernels: rows, queries and pool of {sorted(map(str, dtypes))}, norm of {norm_R.dtype}; expected "
             "one dtype (the pool may be FP8), torch.int64 positions and slots, torch.float32 tables"
         )
-    tensors = (norm_R, cos_PF, sin_PF, positions_T, slots_T, q_out_TNW)
+    tensors = (norm_R, cos_PF, sin_PF, positions_T, slots_T)
     is_dense = rows_TW.stride(1) == queries_TNQ.stride(2) == 1 and is_laid_out(pool_S1W)
     if not is_dense or not all(each.is_contiguous() for each in tensors):
         raise ValueError("kernels: latent_rope_store got a strided tensor, expected contiguous ones")
@@ -264,11 +264,21 @@ def check_paged_attention(
 
 
 def check_latent_attention(
-    q_TNW: Tensor, pool_S1W: Tensor, value_size: int, req_to_token_RC: Tensor, batch: AttentionBatch,
-    digest: LayerDigest | None,
+    q_TNX: Tensor, pool_S1W: Tensor, value_size: int, req_to_token_RC: Tensor, batch: AttentionBatch,
+    digest: LayerDigest | None, heads: LatentHeads | None,
 ) -> None:  # fmt: skip
-    """Raise ValueError: as check_paged_attention, or the rows hold no such value, or the digest is of others."""
-    check_paged_attention(q_TNW, pool_S1W, pool_S1W, req_to_token_RC, batch)
+    """Raise ValueError: as check_paged_attention, or the rows hold no such value, or heads or the digest are of
+    others."""
+    width = pool_S1W.shape[-1]
+    if heads is not None:
+        (count, plain, rank), values = heads.key_NPR.shape, tuple(heads.value_NRV.shape[:2])
+        if (rank, *values) != (value_size, count, rank) or q_TNX.shape[1:] != (count, plain + width - rank):
+            raise ValueError(
+                f"kernels: queries {tuple(q_TNX.shape)}, keys {tuple(heads.key_NPR.shape)} and values of {values} of "
+                f"latents of {value_size} in rows of {width}; expected those of the same heads"
+            )
+        q_TNX = q_TNX[:, :, :1].expand(-1, -1, width)
+    check_paged_attention(q_TNX, pool_S1W, pool_S1W, req_to_token_RC, batch)
     if pool_S1W.shape[-2] != 1 or not 0 < value_size <= pool_S1W.shape[-1]:
         raise ValueError(
             f"kernels: a pool {tuple(pool_S1W.shape)} of values of {value_size}, expected one row a slot with them"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -222,18 +223,37 @@ class WatchedAttention(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentHeads:
     """What heads make of latents, R elements each, in latent attention. N = heads, P and V = elements of a head's plain
-    key (the part that is not rotated) and value."""
+    key (the part that is not rotated) and value, O = elements of its key that are rotated, the same for all heads and
+    the last of a row of W = R + O."""
 
     key_NPR: Tensor
     """What makes plain keys of a latent."""
     value_NRV: Tensor
     """What makes values of a latent."""
-    plain_TNP: Tensor | None = None
-    """Queries without what is rotated, before they were brought into the space of rows; None: keys are not made."""
 
-    def values(self, mixed_TNR: Tensor) -> Tensor:
-        """[T, N, V], strided, of the latents that heads have summed up."""
-        return mixed_TNR.transpose(0, 1).bmm(self.value_NRV).transpose(0, 1)
+    def absorb(self, q_TNX: Tensor, out_TNR: Tensor) -> None:
+        """Bring the plain part of queries, X = P + O, into the space of latents."""
+        plain_TNP = q_TNX[:, :, : self.key_NPR.shape[1]]
+        torch.bmm(plain_TNP.transpose(0, 1), self.key_NPR, out=out_TNR.transpose(0, 1))
+
+    def in_rows(self, q_TNX: Tensor) -> Tensor:
+        """Queries in the space of rows, [T, N, W]."""
+        _, plain, rank = self.key_NPR.shape
+        out_TNW = q_TNX.new_empty((*q_TNX.shape[:2], rank + q_TNX.shape[2] - plain))
+        self.absorb(q_TNX, out_TNW[:, :, :rank])
+        out_TNW[:, :, rank:] = q_TNX[:, :, plain:]
+        return out_TNW
+
+    def values(self, mixed_TNR: Tensor, out_TNV: Tensor) -> None:
+        """Make values of the latents that heads have summed up."""
+        torch.bmm(mixed_TNR.transpose(0, 1), self.value_NRV, out=out_TNV.transpose(0, 1))
+
+    def pays(self, count: int, row: int) -> bool:
+        """Whether keys and values are made for a chunk of `count` queries over rows of `row` elements: what that takes
+        for a row is less than what `count` scores of it are shorter by."""
+        _, plain, rank = self.key_NPR.shape
+        value = self.value_NRV.shape[2]
+        return 2 * count * (row - max(plain + row - rank, value)) > rank * (plain + value)
 
 
 class LatentAttention(Protocol):
@@ -241,7 +261,7 @@ class LatentAttention(Protocol):
 
     def __call__(
         self,
-        q_TNW: Tensor,
+        q_TNX: Tensor,
         pool_S1W: Tensor,
         value_size: int,
         req_to_token_RC: Tensor,

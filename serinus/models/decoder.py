@@ -127,22 +127,22 @@ class Decoder:
             if not i and self._asks_at_once(batch, hook):
                 told = hook.layer_digests(batch.attention)
             written, digest = told[i] if told else (hook.writes(i), None)
-            queries = self._rotate(
+            queries_TNX = self._rotate(
                 i, self._project(x_TE, residual_TE, layer.input_norm_E, layer.qkv), batch, kv[i], written
             )
             attention: AttentionBatch = batch.attention
             if i == last and self.shard.is_last and batch.wanted_W is not None and batch.wanted_attention is not None:
                 # All KV is written: above the last attention only the wanted rows matter.
                 attention = batch.wanted_attention
-                queries = tuple(each.index_select(0, batch.wanted_W) for each in queries)
+                queries_TNX = queries_TNX.index_select(0, batch.wanted_W)
                 residual_TE = residual_TE.index_select(0, batch.wanted_W)
                 if not len(residual_TE):
                     break
             if not told:
                 digest = hook.reads(i, attention)
-            mixed_TX = self._attend(i, queries, kv[i], tables[layer.part], attention, digest)
+            mixed_TX = self._attend(i, queries_TNX, kv[i], tables[layer.part], attention, digest)
             x_TE = kernels.linear(mixed_TX, layer.output)
-            del queries, mixed_TX  # the MLP, which takes most of a step's memory, does without them
+            del queries_TNX, mixed_TX  # the MLP, which takes most of a step's memory, does without them
             if self.spec.is_parallel:
                 x_TE = total(x_TE.add_(self._feed(i, None, residual_TE)))
             else:
@@ -218,10 +218,10 @@ class Decoder:
         return steps.finish()
 
     def _attend(
-        self, index: int, queries: tuple[torch.Tensor, ...], kv: tuple[torch.Tensor, ...], table_RC: torch.Tensor,
+        self, index: int, queries_TNX: torch.Tensor, kv: tuple[torch.Tensor, ...], table_RC: torch.Tensor,
         attention: AttentionBatch, digest: LayerDigest | None,
     ) -> torch.Tensor:  # fmt: skip
-        """What the heads of this rank say, side by side, [T, N * values of a head]; `queries`: see `_rotate`."""
+        """What the heads of this rank say, side by side, [T, N * values of a head]; queries: of `_rotate`."""
         layer, latent, kernels, cap = (
             self._layers[index],
             self._latents[index],
@@ -231,12 +231,11 @@ class Decoder:
         k_scale, v_scale = self._kv_scales(index, kv)
         if latent is not None:
             said_TNV = kernels.latent_attention(
-                queries[0], kv[0], latent.spec.rank, table_RC, attention, self._scale * k_scale, digest,
-                latent.heads(*queries[1:]),
+                queries_TNX, kv[0], latent.spec.rank, table_RC, attention, self._scale * k_scale, digest, latent.heads
             )  # fmt: skip
             return (said_TNV if k_scale == 1.0 else said_TNV.mul_(k_scale)).flatten(1)
         k_SHD, v_SHD = kv
-        inputs = queries[0], k_SHD, v_SHD, table_RC, attention, self._scale * k_scale
+        inputs = queries_TNX, k_SHD, v_SHD, table_RC, attention, self._scale * k_scale
         if digest is None:
             mixed_TND = kernels.paged_attention(*inputs, layer.window, cap, layer.sinks_N)
         else:
@@ -294,9 +293,8 @@ class Decoder:
     def _rotate(
         self, index: int, qkv_TX: torch.Tensor, batch: ForwardBatch, kv: tuple[torch.Tensor, ...],
         written: WrittenRows | None,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """Queries [T, N, D] of this rank, rotated, and what else attention takes of them (`Latent.queries`); keys and
-        values go to the pool, their digests to `written`."""
+    ) -> torch.Tensor:  # fmt: skip
+        """Queries [T, N, D] of this rank, rotated; keys and values go to the pool, their digests to `written`."""
         spec, layer, latent = self.spec, self._layers[index], self._latents[index]
         slots_T = batch.slots_of(layer.part)
         k_norm_D, (k_scale, v_scale) = layer.k_norm_D, self._kv_scales(index, kv)
@@ -325,7 +323,7 @@ class Decoder:
             q_TND,
             written,
         )
-        return (q_TND,)
+        return q_TND
 
     def _norm_heads(self, qkv_TX: torch.Tensor, norms_X: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Norms over all query heads and over all key heads, in place: those of all ranks of the stage, by one sum. Or

@@ -1,12 +1,12 @@
-"""Latent attention of one layer on one rank: projections absorbed, so that all heads attend over the rows as stored.
+"""Latent attention of one layer on one rank: from projections to queries, and what attention is told of the heads.
 
 Scores of a head are those of its query against keys W_uk c of the latent c: equal to the query times W_uk against c
 itself. Its output is W_uv times the shares' sum of latents. So keys and values of heads need not be made, and in
 decoding never are. A score takes more arithmetic by it (rank + rotated against plain + rotated elements), so they are
-made for long chunks of prompts; on a GPU not.
+made for long chunks of prompts.
 
-Shapes: T = tokens of the step, N = query heads of this rank, R = rank of the latent, P = plain, O = rotated and
-V = value elements of a head, W = R + O, S = slots, F = O / 2.
+Shapes: T = tokens of the step, N = query heads of this rank, R = rank of the latent, P = plain and O = rotated elements
+of a head, W = R + O, S = slots.
 """
 
 from __future__ import annotations
@@ -30,44 +30,33 @@ class Latent:
     and rows."""
 
     spec: LatentSpec
+    heads: LatentHeads
+    """What heads make of latents."""
     query_norm_Q: Tensor | None
     """Norm of the compressed query; None where there is none."""
     query: PackedLinear | None
     """From it the queries of this rank's heads, [N * (P + O), query_rank]; likewise."""
     row_norm_R: Tensor
     """Norm of the latent."""
-    key_NPR: Tensor
-    """What makes plain keys of a latent: it is applied to queries."""
-    value_NRV: Tensor
-    """What makes values of a latent: it is applied to what heads have summed up."""
 
     def queries(
         self, kernels: Kernels, layer: LayerWeights, mixed_TX: Tensor, positions_T: Tensor, pool_S1W: Tensor,
         slots_T: Tensor, written: WrittenRows | None, scale: float,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Queries in the space of the rows, [T, N, W], and on a CPU their plain part as it was, [T, N, P]; rows go to
-        the pool, their digests to `written`.
+    ) -> Tensor:  # fmt: skip
+        """Queries, [T, N, P + O], strided; rows go to the pool, their digests to `written`.
 
         `mixed_TX`: what `layer.qkv` gave; `scale`: what rows are divided by in the pool.
         """
-        spec, count = self.spec, len(mixed_TX)
+        spec = self.spec
         first_TX, rows_TW = torch.split_with_sizes(mixed_TX, [mixed_TX.shape[1] - spec.row, spec.row], 1)
         if self.query is not None and self.query_norm_Q is not None:
             first_TX = kernels.linear(kernels.rms_norm(first_TX.contiguous(), self.query_norm_Q, _EPS), self.query)
-        queries_TNX = first_TX.view(count, -1, spec.query)
-        out_TNW = queries_TNX.new_empty((count, queries_TNX.shape[1], spec.row))
-        plain_TNP = queries_TNX[:, :, : spec.plain]
-        torch.bmm(plain_TNP.transpose(0, 1), self.key_NPR, out=out_TNW[:, :, : spec.rank].transpose(0, 1))
+        queries_TNX = first_TX.view(len(mixed_TX), -1, spec.query)
         norm_R = self.row_norm_R
         if scale != 1.0:
             norm_R = norm_R / scale
             rows_TW[:, spec.rank :].div_(scale)
         kernels.latent_rope_store(
-            rows_TW, norm_R, _EPS, queries_TNX, layer.cos_PF, layer.sin_PF, positions_T, pool_S1W, slots_T,
-            out_TNW, written,
+            rows_TW, norm_R, _EPS, queries_TNX, layer.cos_PF, layer.sin_PF, positions_T, pool_S1W, slots_T, written
         )  # fmt: skip
-        return (out_TNW, plain_TNP) if kernels.device == "cpu" else (out_TNW,)
-
-    def heads(self, plain_TNP: Tensor | None = None) -> LatentHeads:
-        """What attention is told of the heads, beside queries in the space of the rows."""
-        return LatentHeads(key_NPR=self.key_NPR, value_NRV=self.value_NRV, plain_TNP=plain_TNP)
+        return queries_TNX

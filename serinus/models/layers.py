@@ -17,7 +17,7 @@ import torch
 
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
-from serinus.kernels import Kernels, LayerWeights, PackedLinear, QuantizedWeight
+from serinus.kernels import Kernels, LatentHeads, LayerWeights, PackedLinear, QuantizedWeight
 from serinus.models.expert_weights import take_experts
 from serinus.models.experts import ExpertSpec
 from serinus.models.latent import LatentSpec
@@ -181,8 +181,10 @@ class _Layer:
             query_norm_Q=self._norm("self_attn.q_a_layernorm", spec.query_rank) if spec.query_rank else None,
             query=query,
             row_norm_R=self._norm("self_attn.kv_a_layernorm", spec.rank),
-            key_NPR=made_NXR[:, : spec.plain].clone(),
-            value_NRV=made_NXR[:, spec.plain :].transpose(1, 2).contiguous(),
+            heads=LatentHeads(
+                key_NPR=made_NXR[:, : spec.plain].clone(),
+                value_NRV=made_NXR[:, spec.plain :].transpose(1, 2).contiguous(),
+            ),
         )
 
     def _latent_inputs(self) -> PackedLinear:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from serinus.core.errors import InvariantError
 from serinus.core.parts import Part
 from serinus.core.plan import SeqWork
-from serinus.kernels import AttentionBatch
+from serinus.kernels import AttentionBatch, find_chunks
 from serinus.models import ForwardBatch, HostBatch, Put
 
 Words = NDArray[np.int64]
@@ -63,6 +63,7 @@ def put_batch(
         q_starts_B1=put(offsets if room is None else np.arange(room + 1, dtype=np.int64)),
         context_B=context_B,
         is_watched=is_watched,
+        chunks=None if room is not None else find_chunks(offsets, firsts + counts, put),
     )
     positions_T, chosen, wanted, wanted_attention = padded(positions), None, None, None
     if len(positions) > len(work) and not any(w.asks_each for w in work):

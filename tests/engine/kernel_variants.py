@@ -38,7 +38,7 @@ from serinus.ranks.build import graph_sizes
 from serinus.runner import Runner
 from tests.kernels.triton_cases import pretend_gpu
 
-CHUNK = 2048
+CHUNK = 4096
 TOKEN = 40
 VOCAB = 1 << 16
 SHAPES: dict[str, dict[str, Any]] = {

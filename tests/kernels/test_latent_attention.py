@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from serinus.core.stamps import digest_coefficients
 from serinus.kernels import FP8_FORMATS, AttentionBatch, Kernels, LatentHeads, LayerDigest, WrittenRows
-from serinus.kernels.cpu.latent_attention import pays
 from serinus.kernels.fp8 import stored_as
 from serinus.kernels.packed import PackedFactors
 
@@ -69,13 +66,18 @@ def test_a_chunk_that_goes_in_pieces_is_the_same(cpu: Kernels, monkeypatch: pyte
     assert torch.allclose(cpu.latent_attention(q, pool, VALUE, table, batch, SCALE), whole, atol=1e-6)
 
 
-def heads_of(dtype: torch.dtype, tokens: int, plain: int, value: int) -> LatentHeads:
+def heads_of(dtype: torch.dtype, plain: int, value: int) -> LatentHeads:
     chance = torch.Generator().manual_seed(7)
-    plain_TNP, key_NPR, value_NRV = (
-        torch.randn(shape, generator=chance).to(dtype)
-        for shape in ((tokens, HEADS, plain), (HEADS, plain, VALUE), (HEADS, VALUE, value))
+    key_NPR, value_NRV = (
+        torch.randn(shape, generator=chance).to(dtype) for shape in ((HEADS, plain, VALUE), (HEADS, VALUE, value))
     )
-    return LatentHeads(key_NPR=key_NPR / 4, value_NRV=value_NRV / 4, plain_TNP=plain_TNP)
+    return LatentHeads(key_NPR=key_NPR / 4, value_NRV=value_NRV / 4)
+
+
+def queries_of(dtype: torch.dtype, tokens: int, plain: int) -> torch.Tensor:
+    """As heads make them."""
+    chance = torch.Generator().manual_seed(8)
+    return torch.randn((tokens, HEADS, plain + WIDTH - VALUE), generator=chance).to(dtype)
 
 
 @pytest.mark.parametrize(("plain", "value"), [(3, 2), (2, 7), (4, 12)])
@@ -91,20 +93,38 @@ def test_heads_that_make_keys_and_values_of_rows_say_what_those_say_that_attend_
 ) -> None:
     """Of the longest chunk alone keys are made, and of all heads at once or of one after the other. The latents that
     heads sum up, and the values that these make, are those by hand."""
-    q, pool, table, batch = case(dtype)
-    heads = heads_of(dtype, len(q), plain, value)
-    q[:, :, :VALUE] = torch.einsum("tnp,npr->tnr", heads.plain_TNP, heads.key_NPR)
-    wanted = torch.einsum("tnr,nrv->tnv", by_hand(q, pool, table, batch), heads.value_NRV.double())
-    assert [pays(count, WIDTH, heads) for count in FRESH] == [False, False, True]
+    absorbed, pool, table, batch = case(dtype)
+    heads, q = heads_of(dtype, plain, value), queries_of(dtype, len(absorbed), plain)
+    absorbed[:, :, :VALUE] = torch.einsum("tnp,npr->tnr", q[:, :, :plain], heads.key_NPR)
+    absorbed[:, :, VALUE:] = q[:, :, plain:]
+    wanted = torch.einsum("tnr,nrv->tnv", by_hand(absorbed, pool, table, batch), heads.value_NRV.double())
+    assert [heads.pays(count, WIDTH) for count in FRESH] == [False, False, True]
     for room in (1 << 20, 1):
         monkeypatch.setattr("serinus.kernels.cpu.latent_attention._KEYS", room)
         for ops in (ref, cpu):
             found = ops.latent_attention(q, pool, VALUE, table, batch, SCALE, None, heads)
             assert (found.shape, found.dtype) == ((len(q), HEADS, value), dtype)
             assert float((found.double() - wanted).abs().max()) < apart
-    lost = replace(heads, key_NPR=heads.key_NPR * 2)  # keys are made of the chunk's rows, of no others
-    changed = (cpu.latent_attention(q, pool, VALUE, table, batch, SCALE, None, lost) != found).flatten(1).any(1)
-    assert changed.tolist() == [False, False, *[True] * (FRESH[2])]
+    brought: list[int] = []
+
+    class Told(LatentHeads):
+        def in_rows(self, q_TNX: torch.Tensor) -> torch.Tensor:
+            brought.append(len(q_TNX))
+            return super().in_rows(q_TNX)
+
+    told = Told(key_NPR=heads.key_NPR, value_NRV=heads.value_NRV)
+    cpu.latent_attention(q, pool, VALUE, table, batch, SCALE, None, told)
+    alone = cpu.latent_attention(q[:2], pool, VALUE, table, batch.part(0, 2), SCALE, None, told)
+    assert brought == [1, 1, 2], "queries of the chunk come into no space of rows; those of decodes do at once"
+    assert torch.allclose(alone, found[:2], atol=apart)
+
+
+def test_queries_of_other_heads_are_refused(either: Kernels) -> None:
+    absorbed, pool, table, batch = case(torch.float32)
+    heads, q = heads_of(torch.float32, 3, 2), queries_of(torch.float32, len(absorbed), 3)
+    for queries, value_size in ((q[:, :, 1:], VALUE), (q[:, 1:], VALUE), (q, VALUE - 1)):
+        with pytest.raises(ValueError, match="expected those of the same heads"):
+            either.latent_attention(queries, pool, value_size, table, batch, SCALE, None, heads)
 
 
 def test_what_is_due_is_digested_of_the_rows_that_were_gathered(either: Kernels) -> None:
@@ -117,7 +137,7 @@ def test_what_is_due_is_digested_of_the_rows_that_were_gathered(either: Kernels)
     digest = LayerDigest(
         factors=PackedFactors(factors=factors, bias=None, plain_22W=factors), due_7B=due, sums_P22E=sums, page_size=PAGE
     )
-    heads = heads_of(torch.bfloat16, len(q), 3, 2)
+    heads, q = heads_of(torch.bfloat16, 3, 2), queries_of(torch.bfloat16, len(q), 3)
     with_it = either.latent_attention(q, pool, VALUE, table, batch, SCALE, digest, heads)
     assert torch.equal(with_it, either.latent_attention(q, pool, VALUE, table, batch, SCALE, None, heads))
     wanted = either.canary_digest([(pool,)], table[3, :17].long(), factors[None])[:, 0]
@@ -151,11 +171,9 @@ def test_a_row_is_normed_rotated_stored_and_digested_and_queries_are_rotated(
     factors = torch.from_numpy(digest_coefficients([1], [0], WIDTH * stored.itemsize // 2, 2, partial=False, halves=1))
     pools, outs = [], []
     for ops in (ref, cpu):
-        pool, q = torch.zeros((12, 1, WIDTH), dtype=stored), torch.full((3, HEADS, WIDTH), 7.0, dtype=dtype)
+        pool, q = torch.zeros((12, 1, WIDTH), dtype=stored), queries.clone()
         written = WrittenRows(coefficients_22W=factors[0], sums_T2=torch.zeros((3, 2), dtype=torch.int64))
-        ops.latent_rope_store(
-            mixed[:, 7:], norm, 1e-6, queries, angle.cos(), angle.sin(), positions, pool, slots, q, written
-        )
+        ops.latent_rope_store(mixed[:, 7:], norm, 1e-6, q, angle.cos(), angle.sin(), positions, pool, slots, written)
         assert torch.equal(written.sums_T2, ref.canary_digest([(pool,)], slots, factors))
         pools.append(pool.float())
         outs.append(q)
@@ -167,20 +185,20 @@ def test_a_row_is_normed_rotated_stored_and_digested_and_queries_are_rotated(
     first = row[VALUE] * turn[0].cos() - row[VALUE + 4] * turn[0].sin()
     assert float(pools[0][5, 0, VALUE]) == pytest.approx(float(first), abs=apart)
     x, y = queries[0, 2, 5].double(), queries[0, 2, 9].double()
-    assert float(outs[0][0, 2, VALUE + 4]) == pytest.approx(float(y * turn[0].cos() + x * turn[0].sin()), abs=0.02)
-    assert bool((outs[0][:, :, :VALUE] == 7.0).all())
+    assert float(outs[0][0, 2, 9]) == pytest.approx(float(y * turn[0].cos() + x * turn[0].sin()), abs=0.02)
+    assert torch.equal(outs[0][:, :, :5], queries[:, :, :5])
 
 
 def test_rows_and_queries_that_do_not_fit_together_are_refused(either: Kernels) -> None:
     rows, queries, angle = torch.zeros(2, WIDTH), torch.zeros(2, HEADS, WIDTH), torch.zeros(9, 4)
-    whole, pool, q = torch.zeros(2, dtype=torch.int64), torch.zeros((12, 1, WIDTH)), torch.zeros(2, HEADS, WIDTH)
-    given = rows, torch.ones(VALUE), 1e-6, queries, angle, angle, whole, pool, whole, q
+    whole, pool = torch.zeros(2, dtype=torch.int64), torch.zeros((12, 1, WIDTH))
+    given = rows, torch.ones(VALUE), 1e-6, queries, angle, angle, whole, pool, whole
     for place, other, said in (
         (7, torch.zeros((12, 1, WIDTH + 1)), r"pool \(1, 25\), not \(1, 24\)"),
-        (9, torch.zeros(2, HEADS + 1, WIDTH), r"q_out \(2, 7, 24\), not \(2, 6, 24\)"),
+        (3, queries[:1], r"queries \(1,\), not \(2,\)"),
         (1, torch.ones(VALUE - 1), r"cos \(4,\), not \(4,\)|what rotates"),
         (6, whole.int(), r"expected one dtype \(the pool may be FP8\), torch.int64"),
-        (7, torch.zeros((12, 1, WIDTH), dtype=torch.bfloat16), "pool and q_out of .*bfloat16.*float32"),
+        (7, torch.zeros((12, 1, WIDTH), dtype=torch.bfloat16), "queries and pool of .*bfloat16.*float32"),
         (0, torch.zeros(WIDTH, 2).T, "strided"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -8,17 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from serinus.core.stamps import digest_coefficients
-from serinus.kernels import FP8_FORMATS, AttentionBatch, LayerDigest, Tiling, packed_sums
+from serinus.kernels import FP8_FORMATS, AttentionBatch, LatentHeads, LayerDigest, Tiling, find_chunks, packed_sums
 from serinus.kernels.fp8 import stored_as
 from serinus.kernels.packed import PackedFactors
+from serinus.kernels.triton import chunk_attention, contiguous_attention
+from serinus.kernels.triton.latent_attention import expanded_groups
 
 from .conftest import make_paged
 from .triton_columns import columns, dtype_of, far_apart, page_first
 
-__all__ = ["latent_attention", "paged_attention", "watched_attention", "watched_batch"]
+__all__ = ["latent_attention", "latent_heads", "long_chunks", "paged_attention", "watched_attention", "watched_batch"]
 
 TILING = Tiling(block=16, warps=4, stages=1, stretches=2)
 """Small: the few tokens of a case are several blocks of several stretches."""
@@ -86,6 +89,14 @@ def batch_on(batch: AttentionBatch, device: str) -> AttentionBatch:
     return AttentionBatch(rows_B=rows_B, q_starts_B1=q_starts_B1, context_B=context_B, is_watched=True)
 
 
+def with_chunks(batch: AttentionBatch, device: str) -> AttentionBatch:
+    """The same batch there, as a host knows it."""
+    chunks = find_chunks(
+        batch.q_starts_B1.numpy(), batch.context_B.numpy(), lambda words: torch.from_numpy(words).to(device)
+    )
+    return replace(batch_on(batch, device), chunks=chunks)
+
+
 def drawn(rng: random.Random, seed: int, device: str, kind: str) -> tuple[tuple[Any, ...], dict[str, Any], int]:
     """Arguments of the op, window and cap, and the page size, of a batch of decodes, of a chunk or of both."""
     size, heads, group = rng.choice((16, 32, 64)), rng.choice((1, 2)), rng.choice((1, 3, 4, 8))
@@ -117,6 +128,32 @@ def paged_attention(seed: int, device: str) -> str:
     found = fast.paged_attention(*laid, **given)
     wrong = far_apart("attention", found, ref.paged_attention(*inputs, **given))
     return wrong + ("" if torch.equal(found, fast.paged_attention(*laid, **given)) else " other bits the second time")
+
+
+def long_chunks(seed: int, device: str) -> str:
+    """Chunks over keys and values that are copied out of their pages, all heads at once and some after the other."""
+    rng = random.Random(seed)
+    ref, fast = columns(device, "paged_attention")
+    size, heads, group = rng.choice((64, 128)), rng.choice((1, 2)), rng.choice((1, 3, 4))
+    dtype = torch.float16 if device == "cpu" else rng.choice((torch.float16, torch.bfloat16))
+    sequences = [(n, n + rng.randint(0, 200)) for n in (40, 1, 70, 5)[: rng.randint(1, 4)]]
+    rng.shuffle(sequences)
+    page = rng.choice((1, 4, 16))
+    paged = make_paged(
+        seed=seed, sequences=sequences, heads=heads * group, kv_heads=heads, head_size=size, page_size=page, dtype=dtype
+    )
+    stored = rng.choice((dtype, *FP8_FORMATS))
+    pools = page_first(rng, [stored_as(pool, stored).to(device) for pool in (paged.k_pool, paged.v_pool)], page)
+    inputs = paged.q.to(device), *pools, paged.table.to(device), with_chunks(paged.batch, device), size**-0.5
+    expected, wrong = ref.paged_attention(*inputs), ""
+    kept = chunk_attention._PAIRS, contiguous_attention._KEYS
+    chunk_attention._PAIRS = 32 * group
+    for contiguous_attention._KEYS in (kept[1], 1):
+        found = fast.paged_attention(*inputs)
+        wrong += far_apart("attention", found, expected)
+        wrong += "" if torch.equal(found, fast.paged_attention(*inputs)) else " other bits the second time"
+    chunk_attention._PAIRS, contiguous_attention._KEYS = kept
+    return wrong
 
 
 def due_of(rng: random.Random, inputs: tuple[Any, ...], window: int | None, page: int) -> tuple[Tensor, int]:
@@ -200,6 +237,50 @@ def latent_attention(seed: int, device: str) -> str:
     return wrong + (
         "" if torch.equal(found, fast.latent_attention(q, laid, *inputs[2:])) else " other bits without digests"
     )
+
+
+def latent_heads(seed: int, device: str) -> str:
+    """The same with what heads make of latents, beside decodes and short chunks, all heads at once and some after the
+    other, twice to the bit; of no chunk whose keys are made queries come into the space of rows."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ref, fast = columns(device, "latent_attention")
+    rank, rotated, plain, value = rng.choice(((32, 16, 12, 10), (40, 8, 16, 24), (36, 4, 8, 16)))
+    heads, page, long = rng.choice((1, 3, 6)), rng.choice((1, 4, 16)), 90
+    if device == "cuda":
+        rank, rotated, plain, value = rng.choice(((512, 64, 128, 128), (256, 32, 24, 20), (64, 16, 24, 20)))
+        heads, long = rng.choice((1, 8, 16, 128)), 2500
+    sequences = [(n, n + rng.randint(0, long)) for n in (40, 1, 1, 150, 33, 2, 1)[: rng.randint(1, 7)]]
+    rng.shuffle(sequences)
+    dtype = dtype_of(rng, device)
+    paged = make_paged(
+        seed=seed, sequences=sequences, heads=heads, kv_heads=1, head_size=rank + rotated, page_size=page, dtype=dtype
+    )
+    (laid,) = page_first(rng, [stored_as(paged.k_pool, rng.choice((dtype, *FP8_FORMATS))).to(device)], page)
+    table = F.pad(paged.table, (0, rng.choice((0, 200)))).to(device)
+    brought: list[int] = []
+
+    class Told(LatentHeads):
+        def absorb(self, q_TNX: Tensor, out_TNR: Tensor) -> None:
+            brought.append(len(q_TNX))
+            super().absorb(q_TNX, out_TNR)
+
+    def drawn_here(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) * rank**-0.5).to(dtype).to(device)
+
+    made = Told(key_NPR=drawn_here(heads, plain, rank), value_NRV=drawn_here(heads, rank, value))
+    q = drawn_here(len(paged.q), heads + 1, plain + rotated)[:, 1:] * rank**0.5
+    expected = ref.latent_attention(q, laid, rank, table, batch_on(paged.batch, device), 0.1, None, made)
+    brought.clear()
+    inputs = q, laid, rank, table, with_chunks(paged.batch, device), 0.1, None, made
+    found = fast.latent_attention(*inputs)
+    wrong = far_apart(f"attention of {heads} heads that make keys", found, expected)
+    groups = expanded_groups(inputs[4], rank + rotated, table.shape[1], made)
+    if sum(brought) != len(q) - sum(len(range(*group.tokens.indices(len(q)))) for group in groups):
+        wrong += f" {brought} queries in the space of rows of {sequences}"
+    kept, contiguous_attention._KEYS = contiguous_attention._KEYS, 1
+    few, contiguous_attention._KEYS = fast.latent_attention(*inputs), kept
+    wrong += far_apart("one head after the other", few, expected)
+    return wrong + ("" if torch.equal(found, fast.latent_attention(*inputs)) else " other bits the second time")
 
 
 def _plain(factors_22W: Tensor) -> PackedFactors:

@@ -25,7 +25,14 @@ from triton.runtime import interpreter
 from serinus.kernels.triton.words import carry
 
 from .canary_case import PAGE, make_case, outcome
-from .triton_attention_cases import latent_attention, paged_attention, watched_attention, watched_batch
+from .triton_attention_cases import (
+    latent_attention,
+    latent_heads,
+    long_chunks,
+    paged_attention,
+    watched_attention,
+    watched_batch,
+)
 from .triton_columns import columns, dtype_of, page_first
 from .triton_host_cases import choose_tokens, hashed_pages, pages, peer_sums, pull_pages, top_tokens
 from .triton_layer_cases import (
@@ -98,6 +105,8 @@ CASES: dict[str, Callable[[int, str], str]] = {
         watched_batch,
         paged_attention,
         latent_attention,
+        latent_heads,
+        long_chunks,
         norms,
         gates,
         experts,

@@ -319,20 +319,20 @@ def latent_rope_store(seed: int, device: str) -> str:
     kind = rng.choice((dtype, *FP8_FORMATS))
     factors = digest_coefficients([1], [0], row * kind.itemsize // 2, 2, partial=rng.random() < 0.3, halves=1)
     mixed = drawn(generator, device, dtype, tokens, 10 + row)
+    queries = drawn(generator, device, dtype, tokens, heads, plain + rotated)
     inputs = (
         mixed[:, 10:], drawn(generator, device, rng.choice((dtype, torch.float32)), rank), 1e-6,
-        drawn(generator, device, dtype, tokens, heads, plain + rotated), angle.cos().to(device),
-        angle.sin().to(device), torch.randint(0, 50, (tokens,), generator=generator).to(device),
+        angle.cos().to(device), angle.sin().to(device), torch.randint(0, 50, (tokens,), generator=generator).to(device),
     )  # fmt: skip
     outputs = []
     for ops in (fast, ref):
         pool = torch.zeros(slot_count, 1, row, dtype=kind, device=device)
         if ops is fast:
             (pool,) = page_first(rng, [pool], page)
-        q = torch.ones(tokens, heads, row, dtype=dtype, device=device)
+        q = queries.clone()
         sums = torch.full((tokens, 2), 5, dtype=torch.int64, device=device)
         written = WrittenRows(coefficients_22W=torch.from_numpy(factors)[0].to(device), sums_T2=sums)
-        ops.latent_rope_store(*inputs, pool, slots, q, written)
+        ops.latent_rope_store(*inputs[:3], q, *inputs[3:], pool, slots, written)
         outputs.append((q, pool, sums))
     (q, pool, sums), (q_, pool_, _) = outputs
     stored = ref.canary_digest([(pool,)], slots, torch.from_numpy(factors).to(device))

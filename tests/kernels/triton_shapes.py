@@ -3,6 +3,7 @@ Nothing is computed: tensors are not even filled."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from serinus.kernels import (
     AttentionBatch,
     Gate,
     Kernels,
+    LatentHeads,
     LayerDigest,
     PackedExperts,
     QuantizedWeight,
     RowSampling,
     WrittenRows,
+    find_chunks,
     load,
 )
 from serinus.kernels.triton.quantized import round_rows, round_spans
@@ -39,13 +42,14 @@ def page_first(kv_heads: int, size: int, dtype: torch.dtype = torch.bfloat16) ->
     return pages[:, 1, 0], pages[:, 1, 1]
 
 
-def batch_of(tokens: int, sequences: int) -> AttentionBatch:
-    """So many sequences of any length."""
-    return AttentionBatch(
-        rows_B=torch.ones(sequences, dtype=torch.int64),
-        q_starts_B1=torch.arange(sequences + 1),
-        context_B=torch.full((sequences,), tokens),
-    )
+def batches_of(tokens: int, sequences: int) -> list[AttentionBatch]:
+    """So many sequences of any length; of chunks also as a host knows them."""
+    starts, contexts = torch.arange(sequences + 1) * (tokens // sequences), torch.full((sequences,), tokens)
+    batch = AttentionBatch(
+        rows_B=torch.ones(sequences, dtype=torch.int64), q_starts_B1=starts, context_B=contexts
+    )  # fmt: skip
+    chunks = find_chunks(starts.numpy(), contexts.numpy(), torch.from_numpy)
+    return [batch] if chunks is None else [batch, replace(batch, chunks=chunks)]
 
 
 def attend(
@@ -54,9 +58,10 @@ def attend(
 ) -> None:  # fmt: skip
     """A decode step or a chunk, with the window, cap or sinks that are given. Decodes with digests too."""
     k_pool, v_pool = page_first(kv_heads, size, kv)
-    batch, table = batch_of(tokens, sequences), torch.zeros((sequences + 1, 40960), dtype=torch.int32)
-    inputs = (blank(tokens, heads, size), k_pool, v_pool, table, batch, size**-0.5)
-    ops.paged_attention(*inputs, **given)
+    table = torch.zeros((sequences + 1, 40960), dtype=torch.int32)
+    for batch in batches_of(tokens, sequences):
+        inputs = (blank(tokens, heads, size), k_pool, v_pool, table, batch, size**-0.5)
+        ops.paged_attention(*inputs, **given)
     if tokens == sequences:
         factors = torch.from_numpy(digest_coefficients([0], range(kv_heads), size, kv.itemsize, partial=False))[0]
         digest = LayerDigest(
@@ -69,13 +74,15 @@ def attend(
 def attend_latent(ops: Kernels, tokens: int, sequences: int, heads: int, kv: torch.dtype = torch.bfloat16) -> None:
     """A decode step or a chunk of DeepSeek-V2-Lite or V3, by their heads."""
     table = torch.zeros((sequences + 1, 40960), dtype=torch.int32)
-    pool, batch = page_first(1, 576, kv)[0], batch_of(tokens, sequences)
-    q, slots, cos = blank(tokens, heads, 576), torch.zeros(tokens, dtype=torch.int64), torch.empty(40960, 32)
-    ops.latent_attention(q, pool, 512, table, batch, 0.1)
+    pool = page_first(1, 576, kv)[0]
+    queries, slots, cos = blank(tokens, heads, 192), torch.zeros(tokens, dtype=torch.int64), torch.empty(40960, 32)
+    made = LatentHeads(key_NPR=blank(heads, 128, 512), value_NRV=blank(heads, 512, 128))
+    for batch in batches_of(tokens, sequences):
+        ops.latent_attention(queries, pool, 512, table, batch, 0.1, None, made)
     factors = torch.from_numpy(digest_coefficients([0], [0], 576 * kv.itemsize // 2, 2, partial=False, halves=1))[0]
     written = WrittenRows(coefficients_22W=factors, sums_T2=torch.zeros((tokens, 2), dtype=torch.int64))
-    rows, queries = blank(tokens, 2112)[:, -576:], blank(tokens, heads, 192)
-    ops.latent_rope_store(rows, blank(512), 1e-6, queries, cos, cos, slots, pool, slots, q, written)
+    rows = blank(tokens, 2112)[:, -576:]
+    ops.latent_rope_store(rows, blank(512), 1e-6, queries, cos, cos, slots, pool, slots, written)
 
 
 def multiply(ops: Kernels, rows: int) -> None:

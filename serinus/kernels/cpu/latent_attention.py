@@ -6,12 +6,14 @@ heads are made of the rows first: once for each row, and each score is then of f
 keys of 192 elements for rows of 576: a chunk of 2,048 tokens takes 0.43 of the time, one of 256 tokens 0.9 (fp32, one
 Zen 3 core).
 
-Shapes: T = tokens of this step, N = query heads, W = elements of a row, V = value_size, S = slots, R, C = rows and
-columns of req_to_token, L = tokens that one sequence has so far, X = elements of a head's key, and of its value where
-that is larger.
+Shapes: T = tokens of this step, N = query heads, W = elements of a row, Q = those of a query, V = value_size or what
+heads make of it, S = slots, R, C = rows and columns of req_to_token, L = tokens that one sequence has so far, X =
+elements of a head's key, and of its value where that is larger.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +33,7 @@ _KEYS = 1 << 24
 
 
 def latent_attention(
-    q_TNW: Tensor,
+    q_TNQ: Tensor,
     pool_S1W: Tensor,
     value_size: int,
     req_to_token_RC: Tensor,
@@ -45,10 +47,14 @@ def latent_attention(
     Raises:
         ValueError: shapes disagree, or a row, a context or a slot lies outside of its table.
     """
-    check_latent_attention(q_TNW, pool_S1W, value_size, req_to_token_RC, batch, digest)
+    check_latent_attention(q_TNQ, pool_S1W, value_size, req_to_token_RC, batch, digest, heads)
     starts, contexts, rows = batch.q_starts_B1.tolist(), batch.context_B.tolist(), batch.rows_B.tolist()
     gathered = None if digest is None else LatentRows(digest, len(rows))
-    out_TNV = q_TNW.new_empty((*q_TNW.shape[:2], value_size if heads is None else heads.value_NRV.shape[2]))
+    width, absorbed_TNW = pool_S1W.shape[-1], q_TNQ
+    expands = [heads is not None and heads.pays(end - start, width) for start, end in pairwise(starts)]
+    if heads is not None and not any(expands):
+        absorbed_TNW = heads.in_rows(q_TNQ)
+    out_TNV = q_TNQ.new_empty((*q_TNQ.shape[:2], value_size if heads is None else heads.value_NRV.shape[2]))
     for b, (row, context) in enumerate(zip(rows, contexts, strict=True)):
         if not (0 <= row < len(req_to_token_RC) and context <= req_to_token_RC.shape[1]):
             raise ValueError(
@@ -63,27 +69,21 @@ def latent_attention(
         if gathered is not None:
             gathered.add(b, 0, rows_L1W)
         own = slice(starts[b], starts[b + 1])
-        q_TNW_own, rows_LW = q_TNW[own], rows_L1W[:, 0].to(q_TNW.dtype)
-        if heads is not None and heads.plain_TNP is not None and pays(len(q_TNW_own), q_TNW.shape[2], heads):
-            _attend_expanded(q_TNW_own, heads.plain_TNP[own], rows_LW, heads, scale, out_TNV[own])
+        rows_LW = rows_L1W[:, 0].to(q_TNQ.dtype)
+        if heads is not None and expands[b]:
+            _attend_expanded(q_TNQ[own], rows_LW, heads, scale, out_TNV[own])
             continue
+        q_TNW = heads.in_rows(q_TNQ[own]) if heads is not None and any(expands) else absorbed_TNW[own]
         keys_NLW = rows_LW.expand(q_TNW.shape[1], -1, -1)
-        mixed_TNV = _attend(q_TNW_own, keys_NLW, keys_NLW, scale)[:, :, :value_size]
-        out_TNV[own] = mixed_TNV if heads is None else heads.values(mixed_TNV)
+        mixed_TNR = _attend(q_TNW, keys_NLW, keys_NLW, scale)[:, :, :value_size]
+        if heads is None:
+            out_TNV[own] = mixed_TNR
+        else:
+            heads.values(mixed_TNR, out_TNV[own])
     return out_TNV
 
 
-def pays(count: int, row: int, heads: LatentHeads) -> bool:
-    """Whether keys and values are made for a chunk of `count` queries over rows of `row` elements: what that takes for
-    a row is less than what `count` scores of it are shorter by."""
-    _, plain, rank = heads.key_NPR.shape
-    value = heads.value_NRV.shape[2]
-    return 2 * count * (row - max(plain + row - rank, value)) > rank * (plain + value)
-
-
-def _attend_expanded(
-    q_TNW: Tensor, plain_TNP: Tensor, rows_LW: Tensor, heads: LatentHeads, scale: float, out_TNV: Tensor
-) -> None:
+def _attend_expanded(q_TNQ: Tensor, rows_LW: Tensor, heads: LatentHeads, scale: float, out_TNV: Tensor) -> None:
     """Some heads after the other: keys and values of `rows_LW`, and attention over these."""
     (count, plain, rank), value = heads.key_NPR.shape, heads.value_NRV.shape[2]
     latents_LR, rotated_LO = rows_LW[:, :rank], rows_LW[:, rank:]
@@ -92,9 +92,7 @@ def _attend_expanded(
     step = max(1, _KEYS // (len(rows_LW) * size))
     for first in range(0, count, step):
         some = slice(first, min(first + step, count))
-        q_TNX = q_TNW.new_zeros((len(q_TNW), some.stop - first, size))
-        q_TNX[:, :, :plain] = plain_TNP[:, some]
-        q_TNX[:, :, plain:own] = q_TNW[:, some, rank:]
+        q_TNX = F.pad(q_TNQ[:, some], (0, size - own))
         keys_NLX, values_NLX = rows_LW.new_zeros((2, some.stop - first, len(rows_LW), size))
         keys_NLX[:, :, :plain] = latents_LR @ heads.key_NPR[some].transpose(1, 2)
         keys_NLX[:, :, plain:own] = rotated_LO

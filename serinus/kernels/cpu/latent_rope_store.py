@@ -17,12 +17,10 @@ from serinus.kernels.ref.latent_rope_store import rotated
 
 def latent_rope_store(
     rows_TW: Tensor, norm_R: Tensor, eps: float, queries_TNQ: Tensor, cos_PF: Tensor, sin_PF: Tensor,
-    positions_T: Tensor, pool_S1W: Tensor, slots_T: Tensor, q_out_TNW: Tensor, written: WrittenRows | None = None,
+    positions_T: Tensor, pool_S1W: Tensor, slots_T: Tensor, written: WrittenRows | None = None,
 ) -> None:  # fmt: skip
     """Store rows, rotate queries; digests are made of the values."""
-    check_latent_rope_store(
-        rows_TW, norm_R, queries_TNQ, cos_PF, sin_PF, positions_T, pool_S1W, slots_T, q_out_TNW, written
-    )  # fmt: skip
+    check_latent_rope_store(rows_TW, norm_R, queries_TNQ, cos_PF, sin_PF, positions_T, pool_S1W, slots_T, written)
     rank = len(norm_R)
     cos_TF, sin_TF = cos_PF[positions_T], sin_PF[positions_T]
     latent_TR = rms_norm(rows_TW[:, :rank].contiguous(), norm_R, eps)
@@ -34,4 +32,4 @@ def latent_rope_store(
         written.sums_T2.copy_(add_digests(written.sums_T2, found_T2))
     put_rows(pool_S1W, slots_T, stored_TW[:, None])
     turned_TNO = queries_TNQ[:, :, rank - rows_TW.shape[1] :]
-    q_out_TNW[:, :, rank:] = rotated(turned_TNO, cos_TF[:, None], sin_TF[:, None])
+    turned_TNO.copy_(rotated(turned_TNO, cos_TF[:, None], sin_TF[:, None]))

@@ -21,27 +21,25 @@ __all__ = ["latent_rope_store", "rotated"]
 
 def latent_rope_store(
     rows_TW: Tensor, norm_R: Tensor, eps: float, queries_TNQ: Tensor, cos_PF: Tensor, sin_PF: Tensor,
-    positions_T: Tensor, pool_S1W: Tensor, slots_T: Tensor, q_out_TNW: Tensor, written: WrittenRows | None = None,
+    positions_T: Tensor, pool_S1W: Tensor, slots_T: Tensor, written: WrittenRows | None = None,
 ) -> None:  # fmt: skip
     """Norm the latents of rows and rotate the rest, and write them to their slots; rotate the last O elements of
-    queries into the last ones of `q_out`, of which the others are left as they are.
+    queries.
 
     Rotation pairs element i with element i + O/2, in fp32, rounded once.
 
     Args:
         rows_TW, queries_TNQ: of one dtype; elements of a row, or of a head, one behind the other, else of any strides.
+            Queries are changed in place.
         norm_R, eps: of the norm of latents, as rms_norm takes them.
         cos_PF, sin_PF: fp32 [P, O/2]; row p belongs to position p.
         positions_T, slots_T, written: as `qk_rope_store` takes them.
         pool_S1W: one layer's pool (pool_rows.py); changed in place; dtype of rows, or FP8: rows are
             rounded once more (fp8.py).
-        q_out_TNW: changed in place; dtype of rows.
     Raises:
-        ValueError: shapes or dtypes disagree, or the pool, q_out or a table is strided.
+        ValueError: shapes or dtypes disagree, or the pool or a table is strided.
     """
-    check_latent_rope_store(
-        rows_TW, norm_R, queries_TNQ, cos_PF, sin_PF, positions_T, pool_S1W, slots_T, q_out_TNW, written
-    )  # fmt: skip
+    check_latent_rope_store(rows_TW, norm_R, queries_TNQ, cos_PF, sin_PF, positions_T, pool_S1W, slots_T, written)
     rank = len(norm_R)
     cos_TF, sin_TF = cos_PF[positions_T], sin_PF[positions_T]
     stored_TW = torch.cat(
@@ -52,7 +50,7 @@ def latent_rope_store(
         digest_values(written, stored_TW)
     put_rows(pool_S1W, slots_T, stored_TW[:, None])
     turned_TNO = queries_TNQ[:, :, rank - rows_TW.shape[1] :]
-    q_out_TNW[:, :, rank:] = rotated(turned_TNO, cos_TF[:, None], sin_TF[:, None])
+    turned_TNO.copy_(rotated(turned_TNO, cos_TF[:, None], sin_TF[:, None]))
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -26,24 +26,22 @@ _HEADS = 16
 
 def latent_rope_store(
     rows_TW: Tensor, norm_R: Tensor, eps: float, queries_TNQ: Tensor, cos_PF: Tensor, sin_PF: Tensor,
-    positions_T: Tensor, pool_S1W: Tensor, slots_T: Tensor, q_out_TNW: Tensor, written: WrittenRows | None = None,
+    positions_T: Tensor, pool_S1W: Tensor, slots_T: Tensor, written: WrittenRows | None = None,
 ) -> None:  # fmt: skip
     """Store rows and add their digests, rotate queries. Slots outside of the pool are left alone. Cost: one read of the
     rows and of what rotates of queries, one write of as much; no host wait."""
-    check_latent_rope_store(
-        rows_TW, norm_R, queries_TNQ, cos_PF, sin_PF, positions_T, pool_S1W, slots_T, q_out_TNW, written
-    )  # fmt: skip
-    (tokens, heads, width), rank = q_out_TNW.shape, len(norm_R)
+    check_latent_rope_store(rows_TW, norm_R, queries_TNQ, cos_PF, sin_PF, positions_T, pool_S1W, slots_T, written)
+    (tokens, width), heads, rank = rows_TW.shape, queries_TNQ.shape[1], len(norm_R)
     if not tokens:
         return
-    sums, factors, lanes = q_out_TNW, q_out_TNW, 0
+    sums, factors, lanes = rows_TW, rows_TW, 0
     if written is not None:
         factors, lanes = written.coefficients_22W, written.coefficients_22W.shape[-1]
         sums = written.sums_T2.view(written.coefficients_22W.dtype)
     half, (page_slots, gap) = (width - rank) // 2, page_gap(pool_S1W)
     mantissa, bias, largest = format_of(pool_S1W.dtype)
     _latent_store[(tokens, 1 + triton.cdiv(heads, _HEADS))](
-        rows_TW, norm_R, queries_TNQ, cos_PF, sin_PF, positions_T, slots_T, pool_S1W, q_out_TNW, factors, sums,
+        rows_TW, norm_R, queries_TNQ, cos_PF, sin_PF, positions_T, slots_T, pool_S1W, factors, sums,
         slot_count(pool_S1W), gap, eps, rows_TW.stride(0), queries_TNQ.stride(0), queries_TNQ.stride(1),
         HEADS=heads, RANK=rank, RANK_UP=triton.next_power_of_2(rank), HALF=half, HALF_UP=triton.next_power_of_2(half),
         PLAIN=queries_TNQ.shape[2] - 2 * half, EACH=_HEADS, IN_FP32=norm_R.dtype != rows_TW.dtype, WIDTH=lanes,
@@ -56,14 +54,14 @@ _jit: Any = triton.jit
 
 @_jit
 def _latent_store(
-    rows, norm, queries, cos, sin, positions, slots, pool, q_out, factors, sums, slot_count, gap, eps, row_stride,
+    rows, norm, queries, cos, sin, positions, slots, pool, factors, sums, slot_count, gap, eps, row_stride,
     token_stride, head_stride,
     HEADS: tl.constexpr, RANK: tl.constexpr, RANK_UP: tl.constexpr, HALF: tl.constexpr, HALF_UP: tl.constexpr,
     PLAIN: tl.constexpr, EACH: tl.constexpr, IN_FP32: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
     MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     t, f = tl.program_id(0).to(tl.int64), tl.arange(0, HALF_UP)
-    dtype: tl.constexpr = q_out.dtype.element_ty
+    dtype: tl.constexpr = queries.dtype.element_ty
     ROW: tl.constexpr = RANK + 2 * HALF
     place = tl.load(positions + t) * HALF + f
     cos_F = tl.load(cos + place, mask=f < HALF, other=0.0)
@@ -101,6 +99,5 @@ def _latent_store(
         at = queries + t * token_stride + h[:, None] * head_stride + PLAIN + f[None, :]
         low, high = tl.load(at, mask=inside, other=0.0), tl.load(at + HALF, mask=inside, other=0.0)
         low, high = low.to(tl.float32), high.to(tl.float32)
-        spot = q_out + t * (HEADS * ROW) + h[:, None] * ROW + RANK + f[None, :]
-        tl.store(spot, (low * cos_F[None, :] - high * sin_F[None, :]).to(dtype), mask=inside)
-        tl.store(spot + HALF, (high * cos_F[None, :] + low * sin_F[None, :]).to(dtype), mask=inside)
+        tl.store(at, (low * cos_F[None, :] - high * sin_F[None, :]).to(dtype), mask=inside)
+        tl.store(at + HALF, (high * cos_F[None, :] + low * sin_F[None, :]).to(dtype), mask=inside)
