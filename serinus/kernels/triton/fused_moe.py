@@ -134,7 +134,7 @@ def _multiply(
     left: Tensor, stack: Tensor, held: range, *, bias: Tensor | None, weights_TK: Tensor, sorted_: tuple[Tensor, ...],
     tiles: int, out: Tensor, cut: ExpertCut, chosen: int, is_down: bool, is_oai: bool,
 ) -> None:  # fmt: skip
-    """One product, of the experts `held`, whose weights are `stack`."""
+    """One product of the experts `held`, by their weights `stack`."""
     (_, inner), outs = left.shape, out.shape[1]
     right: Any = stack
     if cut.bulk:

@@ -344,7 +344,7 @@ def _quantized_experts(
 def _add_e2m1(
     total, at, exponents_at, zero_RI, one_RI, two_RI, three_RI, has_out, LARGE: tl.constexpr, IN_ASSEMBLY: tl.constexpr
 ):  # fmt: skip
-    """As `_add`."""
+    """The products of a span of inputs, [OUTS, ROWS], by four groups of 32."""
     words = tl.load(at, mask=has_out[:, None], other=0)
     exponents = tl.load(exponents_at, mask=has_out, other=0)
     zero, one, two, three = _floats(words, exponents[:, None], zero_RI.dtype, LARGE, IN_ASSEMBLY)
