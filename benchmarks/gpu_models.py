@@ -69,7 +69,7 @@ def quantized_experts(bench: Bench) -> None:
                 [(quantized(2 * inner, width, form), quantized(width, inner, form)) for _ in range(count)], None, None
             )  # fmt: skip
             each = packed.gate_up[0].nbytes + packed.down[0].nbytes
-            for rows in (1, 16, 64, 256, 8192):
+            for rows in (1, 16, 64, 256, 2048, 8192):
                 x = normal(rows, width)
                 choices = [torch.rand(rows, count, device="cuda").topk(chosen) for _ in range(COPIES)]
                 hit = sum(len(set(ids.flatten().tolist())) for _, ids in choices) / COPIES

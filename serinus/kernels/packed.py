@@ -23,7 +23,8 @@ class RowBlocks:
     levels: int = 0
     """What the digits of a quantized weight stand for (`cpu/quantized.py`, `triton/quantized.py`)."""
     scales: Tensor | None = None
-    """Of a quantized weight: fp32 [O/64, groups, 64] on a CPU; in the Triton column [groups, O], of E2M1 exponents."""
+    """Of a quantized weight: fp32 [O/64, groups, 64] on a CPU; in the Triton column [groups, O], of E2M1 int32 with
+    the exponents of four groups."""
     zeros: Tensor | None = None
     """Likewise its zero points, int8; None: it has none."""
     blocks: Tensor | None = None

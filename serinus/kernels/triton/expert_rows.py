@@ -1,13 +1,38 @@
-"""What the kernels of experts share: which pairs a tile has, and what becomes of sums. See `fused_moe`."""
+"""What the kernels of experts share: cuts, which pairs a tile has, and what becomes of sums. See `fused_moe`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import triton
 import triton.language as tl
 
 from serinus.kernels.triton.gates import gated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertCut:
+    """How a product is cut."""
+
+    rows: int
+    """Pairs of one tile: the same for both products."""
+    outputs: int
+    """Outputs of one program."""
+    inner: int = 64
+    """Inputs of one block."""
+    warps: int = 4
+    """Warps of one program."""
+    stages: int = 3
+    """Blocks that are loaded ahead."""
+    bulk: bool = False
+    """Whether weights come through the bulk copy engine."""
+    together: int = 0
+    """Tiles whose programs follow each other, all outputs of them, so that what they read stays in the cache; 0: the
+    programs of all tiles do, output by output."""
+    widened: bool = False
+    """Whether quantized experts are written out as floats first."""
+
 
 _jit: Any = triton.jit
 _ALPHA, _LIMIT = tl.constexpr(1.702), tl.constexpr(7.0)
@@ -21,9 +46,9 @@ def _swiglu(gate, up):
 
 
 @_jit
-def rows_of(order, ends, tiles_of, tiles, expert, ROWS: tl.constexpr):
-    """Of this program's tile the rows in the order of experts, whether there are so many, and their pairs."""
-    row = tl.load(tiles_of + tiles + tl.program_id(0)) + tl.arange(0, ROWS)
+def rows_of(order, ends, tiles_of, tiles, tile, expert, ROWS: tl.constexpr):
+    """Of a tile the rows in the order of experts, whether there are so many, and their pairs."""
+    row = tl.load(tiles_of + tiles + tile) + tl.arange(0, ROWS)
     has_row = row < tl.load(ends + expert)
     return row, has_row, tl.load(order + row, mask=has_row, other=0)
 

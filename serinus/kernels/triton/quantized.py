@@ -47,8 +47,9 @@ _PROGRAMS_NARROW = 384
 _PARTS_MAX = 16
 _MANY = 1024
 """Tokens from which on larger tiles of 8 bits are faster."""
-INTEGERS, E4M3, E4M3_ROUNDING, E2M1 = range(4)
-"""`RowBlocks.levels`: what bytes stand for, and whether many rows are rounded to it. E2M1: of experts alone."""
+INTEGERS, E4M3, E4M3_ROUNDING, E2M1, E2M1_LARGE = range(5)
+"""`RowBlocks.levels`: what bytes stand for, and whether many rows are rounded to it. E2M1: of experts alone, LARGE
+where a scale is above 2."""
 _BLOCKED = 4 * _SPAN
 """Widths are multiples of it where blocks of 128 x 128 are multiplied with: cuBLASLt reads rows of 4, 8... of their
 scales."""
