@@ -102,7 +102,7 @@ class Admission:
         Waiting for it costs less than computing (or fetching) the same pages twice: `n` answers to one prompt, or
         many questions about one document. It ends: the other publishes chunk by chunk, or ends, or goes.
         Cost: a look at the other while it has published nothing more; else one comparison with each request that
-        computes, or awaits, a prompt with the same first token. Notes what requests under way publish for it of less
+        computes, or awaits, a prompt with the same first page. Notes what requests under way publish for it of less
         than that half (`coming`).
         """
         state.coming = 0
@@ -114,7 +114,7 @@ class Admission:
             return True
         cached: int | None = None
         for other in chain(self._batch.prefilling, self._batch.transfer.values()):
-            if other.request.cache_salt != state.request.cache_salt or other.tokens[0] != state.tokens[0]:
+            if other.request.cache_salt != state.request.cache_salt or other.head != state.head:
                 continue
             if other.alone:  # it publishes when it ends
                 continue

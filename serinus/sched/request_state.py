@@ -171,6 +171,8 @@ class ReqState:
     stop_set: frozenset[int] = field(init=False)
     min_new: int = field(init=False)
     prompt_len: int = field(init=False)
+    head: bytes = field(init=False)
+    """Its prompt tokens up to the first page border: two prompts with different ones share no page."""
     plain: bool = field(init=False)
     """Its next token can be chosen before the one before it is on the host."""
     history: TokenHistory | None = field(init=False)
@@ -242,6 +244,7 @@ class ReqState:
         self.asked_at = self.request.arrival
         self.tokens = np.empty(self.known + _GROWTH, np.int32)
         self.tokens[: self.known] = prompt
+        self.head = self.tokens[: min(self.page_size, self.known)].tobytes()
         self._begin_rows()
         self.chain = None if self.chain_hashes is None else TokenChain(self.chain_hashes, self.page_size)
         self.stop_set = frozenset(self.stop_ids)
