@@ -1,6 +1,6 @@
 """What goes on behind a plan, said before its result is known: so a device need not wait for its host between steps.
 
-A request that decodes, or whose prompt ends in the plan, goes on by one token, unless it ends. All that is not known of
+A request that decodes, or ends its prompt in the plan, goes on by one token, unless it ends. All that is not known of
 it is which token that is; and where it has a grammar or a penalty, or asks for log-probabilities, how the token behind
 it is chosen: that comes with the next plan. Of prompts all is known: which chunks go on, the planner decides. What
 comes between (a new request, one whose pages landed) has to wait for the step behind that. Knows nothing of results:

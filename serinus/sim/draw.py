@@ -91,9 +91,9 @@ def draw(
     if ranks.random() < _RANKED if ranked is None else ranked:
         scenario = _ranked(ranks, scenario)
     crowds = Rng(seed).split("crowd")
-    ahead = [engine.name for engine in scenario.shape.engines if engine.overlaps and engine.role == "decode"]
-    if ahead and (crowds.random() < _CROWDED if crowded is None else crowded):
-        scenario = _crowded(crowds, scenario, crowds.choice(ahead))
+    early = [engine.name for engine in scenario.shape.engines if engine.overlaps and engine.role == "decode"]
+    if early and (crowds.random() < _CROWDED if crowded is None else crowded):
+        scenario = _crowded(crowds, scenario, crowds.choice(early))
     watched = Rng(seed).split("canary")
     if canary is None:
         canary = watched.choice(("sound", "damaged")) if watched.random() < _CANARIES else ""

@@ -1,4 +1,4 @@
-"""Prompt chunks that a plan says of the next one: when they are said, for whom, and what becomes of them."""
+"""Prompt chunks that a plan says of the next one: when they are said, of which requests, and what becomes of them."""
 
 from __future__ import annotations
 

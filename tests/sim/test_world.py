@@ -135,8 +135,8 @@ def test_a_scenario_survives_being_written_down() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("canary", ["", "damaged"])
 def test_prompt_chunks_are_computed_ahead_where_many_come_at_once(canary: str) -> None:
-    """Under cancels, crashes, loads from the host and, where KV is damaged, heals: of an engine that begins steps before
-    the ones before them are read."""
+    """Under cancels, crashes, loads from the host and, where KV is damaged, heals: by an engine that begins steps
+    before it has read the ones before."""
     chunks = 0
     for seed in range(8 if canary else 16):
         result = run(draw(seed, backend="tcp", crowded=True, canary=canary))
