@@ -91,12 +91,13 @@ class WorkAhead:
     brings other work, nothing of this is part of it."""
 
     work: tuple[SeqWork, ...]
-    """One token each, which is not known: that of `tokens` means nothing before the next plan. All of them sample."""
+    """First what goes on by one token that is not known: that of `tokens` means nothing before the next plan, and all
+    of this samples. Then prompt chunks, of which everything is known; nothing is wanted of each of their tokens."""
     follows: NDArray[np.int64]
-    """Of each, the number in `StepPlan.work` of what it goes on behind."""
+    """Of each that goes on by a token, the number in `StepPlan.work` of what it goes on behind."""
     chooses: bool = True
-    """Whether its tokens can be chosen as it is computed. Else the next plan says how: a grammar or a penalty looks at
-    the token before, and log-probabilities are read on the host."""
+    """Whether its tokens can be chosen as it is computed; always where there are prompt chunks. Else the next plan says
+    how: a grammar or a penalty looks at the token before, and log-probabilities are read on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

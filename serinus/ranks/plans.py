@@ -86,7 +86,8 @@ class PlanColumns(msgspec.Struct, frozen=True, array_like=True):
     ahead: PlanColumns | None
     """Work ahead, as the plan that it would be."""
     follows_A: NDArray[np.int64]
-    """Of each work ahead, the number in `work` of what it goes on behind."""
+    """Of each work ahead that goes on by a token, the number in `work` of what it goes on behind; the rest is prompt
+    chunks."""
     chooses: bool
     """As WorkAhead has it; what sampling looks back at comes with the next plan where it does not."""
 
@@ -262,11 +263,17 @@ def _ahead(columns: PlanColumns) -> WorkAhead | None:
     if columns.ahead is None:
         return None
     work, follows = unpack_plan(columns.ahead, looks_back=False).work, columns.follows_A
-    _same(len(work), follows=follows)
-    if not work or int(follows.min()) < 0 or int(follows.max()) >= len(columns.rids):
-        raise FrameError("body", f"work ahead goes on behind {follows.tolist()} of {len(columns.rids)} sequences")
-    if any(len(each.tokens) != 1 or each.sample is None for each in work):
+    sampling = columns.samples_4S[0].tolist()
+    if not work or len(follows) > len(work) or not set(sampling).issuperset(follows.tolist()):
+        raise FrameError(
+            "body",
+            f"{len(work)} work ahead goes on behind {follows.tolist()}, expected some of {sampling}, which sample",
+        )
+    tokens, chunks = work[: len(follows)], work[len(follows) :]
+    if any(len(each.tokens) != 1 or each.sample is None for each in tokens):
         raise FrameError("body", "work ahead of many tokens, or that does not sample; expected one that samples")
+    if chunks and (not columns.chooses or any(each.asks_each for each in chunks)):
+        raise FrameError("body", "prompt chunks ahead that the host waits for, expected what it need not wait for")
     if columns.chooses and any(each.sample is not None and each.sample.params.looks_back for each in work):
         raise FrameError("body", "work ahead whose tokens are chosen by those before them, expected only to compute it")
     return WorkAhead(work=work, follows=follows, chooses=columns.chooses)

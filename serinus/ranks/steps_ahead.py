@@ -7,8 +7,8 @@ So the device computes while the host reads, commits, plans and sends. Where tok
 gave (a grammar, a penalty), a pass is queued without that, and the first thing of the next plan is to choose them.
 
 Of what was queued, the next plan takes the requests that still go on, and the tokens of the others are dropped. Where
-the next plan is another one, all of it is: it has written nothing but KV of positions behind the last one of its
-requests, on pages that were theirs when it was queued, and whatever is given these pages is queued behind it.
+the next plan is another one, all of it is: it has written nothing but KV of positions that its requests had not
+computed, on pages that were theirs when it was queued, and whatever is given these pages is queued behind it.
 
 The canary verifies such a pass as any other, by bytes as they are then, and what it finds is told with the step that
 the pass was queued for, or with a later one.

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from serinus.core.errors import InvariantError
 from serinus.core.plan import SeqResult, SeqWork
 from serinus.core.request import TokenLogprobs
 from serinus.runner.sampler import Chosen, Sampled
@@ -38,7 +39,7 @@ class Flight:
     step: int
     work: Sequence[SeqWork] = ()
     sampling: Sequence[int] = ()
-    """Those of `work` that a token is chosen for, in order."""
+    """Those of `work` that a token is chosen for, ascending."""
     rows: Sequence[ChosenRows] = ()
     """Their tokens; none on a rank that does not sample."""
     prompts: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
@@ -49,13 +50,24 @@ class Flight:
     """Set where no token is chosen yet: what `Runner.choose` chooses them of, a row for each of `work`."""
 
     def tokens(self, device: str) -> torch.Tensor:
-        """int64, on the device: the token of each of `work`, all of which sample; not set on a slice that does not
-        choose them. Does not wait."""
-        assert len(self.sampling) == len(self.work), f"runner: step {self.step} has work without a token"
+        """int64, on the device: those of `sampling`, in order; not set on a slice that does not choose them. Does not
+        wait."""
         tokens = [rows.chosen.tokens_B for rows in self.rows]
         if not tokens:
-            return torch.empty(len(self.work), dtype=torch.int64, device=device)
+            return torch.empty(len(self.sampling), dtype=torch.int64, device=device)
         return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+
+    def places(self, numbers_B: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the tokens of these numbers of `work` are in `tokens`. Raises InvariantError: no token is chosen for
+        one of them."""
+        sampling = np.asarray(self.sampling, np.int64)
+        places_B = np.searchsorted(sampling, numbers_B)
+        if not np.array_equal(sampling.take(places_B, mode="clip"), numbers_B):
+            raise InvariantError(
+                f"runner: work goes on behind {numbers_B.tolist()} of step {self.step}, which has tokens of"
+                f" {sampling.tolist()}"
+            )
+        return places_B
 
     def read(self) -> tuple[SeqResult, ...]:
         """What was found for each of `work`. Waits for the device, as far as this step needs it."""
@@ -71,7 +83,8 @@ class Behind:
 
     flight: Flight
     follows_B: NDArray[np.int64]
-    """Of each sequence of the new step, the number in `flight.work` of what it goes on behind."""
+    """Of each of the first sequences of the new step, the number in `flight.work` of what it goes on behind; the others
+    are prompt chunks."""
     chooses: bool = True
     """Whether the tokens of the new step are chosen as well; else by `Runner.choose`, before anything else is run."""
 

@@ -117,9 +117,10 @@ class Runner:
     def launch(self, plan: StepPlan, behind: Behind | None = None) -> Flight:
         """Queue all that `run` does up to the chosen tokens; `read` is the rest.
 
-        `behind`: the tokens of the plan's work mean nothing; they are those that another step chooses, which need not
-        be read. All of the work has one token then, and samples. Raises as `run` does. Waits for the device only where
-        grammars or log-probabilities are asked for, or where a hook or a kernel of the reference does.
+        `behind`: the first of the plan's work goes on behind another step by one token each, which that one chooses and
+        which need not be read: what `tokens` says of it means nothing. The rest is prompt chunks. Raises as `run` does.
+        Waits for the device only where grammars or log-probabilities are asked for, or where a hook or a kernel of the
+        reference does.
         """
         with torch.inference_mode():
             if not plan.work:
@@ -239,12 +240,13 @@ class Runner:
         staged = put_batch(work, tuple(self._tables), inbox.put, is_watched=self._is_watched, room=room)
         self._hook.stage(staged.host, inbox.put)
         self._stage_tables(plan.table_writes, inbox.put)
-        follows_B = None if behind is None else inbox.put(behind.follows_B)
+        follows = behind is not None and len(behind.follows_B) > 0
+        places_B = inbox.put(behind.flight.places(behind.follows_B)) if behind is not None and follows else None
         inbox.send()
         self._write_tables()
-        if behind is not None and follows_B is not None:
+        if behind is not None and places_B is not None:
             tokens_B = self._comm.broadcast(behind.flight.tokens(self._device))
-            torch.index_select(tokens_B, 0, follows_B, out=staged.batch.tokens_T[: len(work)])
+            torch.index_select(tokens_B, 0, places_B, out=staged.batch.tokens_T[: len(places_B)])
         return staged
 
     def _room_of(self, work: Sequence[SeqWork]) -> int | None:

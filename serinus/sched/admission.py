@@ -102,8 +102,10 @@ class Admission:
         Waiting for it costs less than computing (or fetching) the same pages twice: `n` answers to one prompt, or
         many questions about one document. It ends: the other publishes chunk by chunk, or ends, or goes.
         Cost: a look at the other while it has published nothing more; else one comparison with each request that
-        computes, or awaits, a prompt with the same first token.
+        computes, or awaits, a prompt with the same first page. Notes what requests under way publish for it of less
+        than that half (`coming`).
         """
+        state.coming = 0
         if not self._allocator.shares:
             return False
         twin, state.twin = state.twin, None
@@ -112,7 +114,7 @@ class Admission:
             return True
         cached: int | None = None
         for other in chain(self._batch.prefilling, self._batch.transfer.values()):
-            if other.request.cache_salt != state.request.cache_salt or other.tokens[0] != state.tokens[0]:
+            if other.request.cache_salt != state.request.cache_salt or other.head != state.head:
                 continue
             if other.alone:  # it publishes when it ends
                 continue
@@ -122,10 +124,23 @@ class Admission:
             if cached is None:
                 cached = self._allocator.cached(state)
             gain = shared - cached
-            if gain >= self._page_size and 2 * gain >= state.known - cached:
+            if gain < self._page_size:
+                continue
+            if 2 * gain >= state.known - cached:
                 state.twin, state.twin_published = other, other.published
                 return True
+            if other.under_way:
+                state.coming = max(state.coming, gain)
         return False
+
+    def may_be_early(self, state: ReqState) -> bool:
+        """Whether it may be placed before the result of the plan under way is known (behind `has_twin`): it finds no
+        more of its prefix later, as no step that runs publishes any, and neither host nor storage adds to it; and its
+        prompt can be computed ahead."""
+        if state.coming or state.prefetching or not state.computes_ahead:
+            return False
+        found = self._allocator.probe(state)
+        return found.total == found.device
 
     def _shared_tokens(self, state: ReqState, other: ReqState) -> int:
         other_known = other.prompt_len if other.phase is Phase.TRANSFER else other.known

@@ -5,7 +5,7 @@ Knows nothing of queues: retracted requests are returned, and the scheduler puts
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -14,7 +14,8 @@ from serinus.core.plan import SeqWork
 from serinus.sched.page_allocator import PageAllocator
 from serinus.sched.request_state import Phase, ReqState
 
-_NONE_BARRED = 1 << 200
+NONE_BARRED = 1 << 200
+"""A `seq` that no request has: all are older."""
 _turn = attrgetter("turn")
 _seq = attrgetter("seq")
 
@@ -27,9 +28,14 @@ class Growth:
     """Requests that decode in the next plan: each has a slot for its token."""
     gone: list[ReqState] = field(default_factory=list)
     """Requests that were retracted: their pages are free, or only cached."""
-    barred_seq: int = _NONE_BARRED
+    barred_seq: int = NONE_BARRED
     """`seq` of the oldest request that lacks a page until a request under way can be retracted: no younger request
     gets a chunk."""
+
+    @property
+    def bars(self) -> bool:
+        """Whether there is such a request."""
+        return self.barred_seq != NONE_BARRED
 
 
 class Batch:
@@ -84,7 +90,7 @@ class Batch:
             first = next((state for state in self.prefilling if state.wants_chunk), None)
             if first is not None and not first.under_way and any(r.room <= first.planned for r in first.windowed):
                 self._make_room(first, first.full.end, growth)
-        if growth.gone or growth.barred_seq != _NONE_BARRED:
+        if growth.gone or growth.bars:
             growth.decoding = [s for s in growth.decoding if s.phase is Phase.DECODE and s.known <= s.full.room]
         if self._depth > 1:
             for turn, state in enumerate(growth.decoding, self._turn + 1):
@@ -145,15 +151,6 @@ class Batch:
         victim.retracted = True
         return True
 
-    def decode_work(self, decoding: Iterable[ReqState]) -> list[SeqWork]:
-        """The work of decoding requests: one token for each."""
-        work = []
-        for state in decoding:
-            state.planned = state.known
-            work.append(self.token_work(state, state.known))
-            state.is_new = False
-        return work
-
     def token_work(self, state: ReqState, known: int) -> SeqWork:
         """The work that computes the last of `known` tokens of a request: all that it has, or one more."""
         start = known - 1
@@ -169,9 +166,9 @@ class Batch:
         )
 
     def chunk_work(self, state: ReqState, budget: int) -> SeqWork | None:
-        """The next chunk of a prefilling request: at most `budget` tokens. It ends at a page border unless it is the
-        last one, so that only whole pages are published and handed over before. None = the budget does not reach a
-        border, or a part with a window has no page for the chunk now."""
+        """The next chunk of a prefilling request, behind what is planned: at most `budget` tokens. It ends at a page
+        border unless it is the last one, so that only whole pages are published and handed over before. None = the
+        budget does not reach a border, or a part with a window has no page for the chunk now."""
         start = state.planned
         end = state.known
         if end - start > budget:
@@ -182,7 +179,6 @@ class Batch:
             end = self._within_window_room(state, start, end)
             if end <= start:
                 return None
-        state.planned = end
         collected = state.prompt_logprobs
         wants_logprobs = collected is not None and len(collected) < state.prompt_len and start < state.prompt_len
         return SeqWork(

@@ -135,11 +135,14 @@ class ReqState:
     """How far a canary vouches for its KV; without one as far as it is computed."""
     vouched: int = 0
     """Its KV as far as it was verified by itself, beside any step."""
+    is_fresh: bool = False
+    """It was admitted, and no plan has had work for it yet."""
     is_new: bool = False
     """Its KV came from elsewhere, and no step has read it yet: the next one verifies all of it."""
     published: int = 0
     ahead: SeqWork | None = None
-    """Its work in the next plan, where that was made before the result of the latest one, and it has kept its pages."""
+    """Its work in the next plan, where that was made before the result of the latest one, and it has kept its pages.
+    It is under way when that plan comes, not before."""
     load: LoadPlan | None = None
     """What the host could add to its match, until that is loaded or let go."""
     found: dict[str, int] = field(default_factory=dict)
@@ -154,6 +157,9 @@ class ReqState:
     """The storage was asked for its prefix..."""
     asked_at: float = 0.0
     """...and since when it may wait for that: its arrival, or its last heal."""
+    coming: int = 0
+    """While it waits: tokens of its prefix that requests under way were about to publish when Admission.has_twin looked
+    last; fewer than a page are none."""
     cold: bool = False
     """It must run without a cached prefix: with one there was no room even when no other request ran."""
     asked_again: bool = False
@@ -165,6 +171,8 @@ class ReqState:
     stop_set: frozenset[int] = field(init=False)
     min_new: int = field(init=False)
     prompt_len: int = field(init=False)
+    head: bytes = field(init=False)
+    """Its prompt tokens up to the first page border: two prompts with different ones share no page."""
     plain: bool = field(init=False)
     """Its next token can be chosen before the one before it is on the host."""
     history: TokenHistory | None = field(init=False)
@@ -236,6 +244,7 @@ class ReqState:
         self.asked_at = self.request.arrival
         self.tokens = np.empty(self.known + _GROWTH, np.int32)
         self.tokens[: self.known] = prompt
+        self.head = self.tokens[: min(self.page_size, self.known)].tobytes()
         self._begin_rows()
         self.chain = None if self.chain_hashes is None else TokenChain(self.chain_hashes, self.page_size)
         self.stop_set = frozenset(self.stop_ids)
@@ -281,6 +290,13 @@ class ReqState:
         """Whether hidden states of its prompt are pooled: its first token, which they are given out with, is not
         chosen."""
         return self.request.sampling.pooling != "last" and self.known == self.prompt_len
+
+    @property
+    def computes_ahead(self) -> bool:
+        """Whether chunks of it may be queued before their plan is made: nothing is wanted of each of their tokens, the
+        token behind them can be chosen then, and no peer waits for pages of the chunk before, which would be read
+        behind them."""
+        return self.plain and self.prompt_logprobs is None and not self.pools and self.handoff is None
 
     def pooled_of(self, start: int, end: int) -> int:
         """Of a chunk, how many positions are pooled, from its first."""

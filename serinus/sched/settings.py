@@ -65,7 +65,7 @@ class SchedSettings:
     """Plans that may be under way at once; more than 1 where the ranks work on several steps at a time. Each then takes
     its share of the decoding requests."""
     overlaps: bool = False
-    """Plans of decoding requests alone say what goes on behind them (StepPlan.ahead), where they can."""
+    """Plans say what goes on behind them (StepPlan.ahead), where they can."""
     turn_size: int = 0
     """Positions that a canary verifies in one step where each has its turn: whole pages; 0 = one."""
     verify_steps: int = 0

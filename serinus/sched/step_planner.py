@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from serinus.core.plan import SeqWork, StepPlan, WorkAhead
 from serinus.sched.admission import Admission
-from serinus.sched.batch import Batch, Growth
+from serinus.sched.batch import NONE_BARRED, Batch
 from serinus.sched.handoff_choice import PrefillPace
 from serinus.sched.incoming import Incoming
 from serinus.sched.lookahead import Lookahead
@@ -110,70 +112,120 @@ class StepPlanner:
         self._requests.wait(growth.gone)
         self._blocked = min(growth.gone, key=lambda state: state.seq, default=None)
         self._totals.retracted += len(growth.gone)
-        states: list[ReqState | None] = list(growth.decoding)
-        decode_count = len(states)
-        budget = self._pace.budget(decodes=bool(decode_count))
-        work = self._batch.decode_work(growth.decoding)
-        left = self._add_chunks(work, states, growth, budget)
-        new_count, found = 0, Counter[str]()
-        if left > 0 and self._requests.waiting:
-            for state, chunk in self._admit(left, now):
-                work.append(chunk)
-                states.append(state)
-                left -= len(chunk.tokens)
-                new_count += 1
-                found.update(state.found)
+        states = list(growth.decoding)
+        work = [self._batch.token_work(state, state.known) for state in states]
+        budget = self._pace.budget(decodes=bool(work))
+        self._add_prompts(work, states, budget, now, barred_seq=growth.barred_seq)
         if not work:
             return None
-        self._hand_out_rest(work, states, decode_count, left)
-        ahead = self._work_ahead(states, is_blocked=self.blocked is not None)
-        computed = sum(len(w.tokens) for w in work[decode_count:])
-        outcome = Outcome(
-            prompt_tokens=computed,
-            decode_tokens=decode_count,
-            new_requests=new_count,
-            cached_tokens=found.total(),
-            cached_by_tier=found,
-            retracted=len(growth.gone),
-        )
-        return self._open_step(work, states, ahead, frozenset(self._allocator.open_loads), outcome, now)
+        return self._open_step(
+            work, states, now, loads=frozenset(self._allocator.open_loads), retracted=len(growth.gone),
+            goes_on=not growth.bars, is_blocked=self.blocked is not None,
+        )  # fmt: skip
 
     def _follow(self, following: Sequence[tuple[int, ReqState, SeqWork]], now: float) -> OpenStep:
         """The step that the one before it said would follow: its forward pass may have begun, and waits for no load
         that has begun since. Whatever else wants work is in the step behind it."""
-        states: list[ReqState | None] = []
-        for _, state, _ in following:
-            state.planned = state.known
-            states.append(state)
-        ahead = self._work_ahead(states)
-        outcome = Outcome(decode_tokens=len(states))
-        work, takes = [work for _, _, work in following], np.array([number for number, _, _ in following], np.int64)
-        return self._open_step(work, states, ahead, frozenset(), outcome, now, takes)
+        states, work = [state for _, state, _ in following], [work for _, _, work in following]
+        takes = np.array([number for number, _, _ in following], np.int64)
+        return self._open_step(work, states, now, takes=takes)
 
     def _open_step(
-        self, work: Sequence[SeqWork], states: list[ReqState | None], ahead: WorkAhead | None, loads: frozenset[int],
-        outcome: Outcome, now: float, takes: NDArray[np.int64] | None = None,
+        self, work: Sequence[SeqWork], states: Sequence[ReqState], now: float, *,
+        loads: frozenset[int] = frozenset(), retracted: int = 0, takes: NDArray[np.int64] | None = None,
+        goes_on: bool = True, is_blocked: bool = False,
     ) -> OpenStep:  # fmt: skip
+        """The step of this work, and what goes on behind it, where it `goes_on`."""
         self._step += 1
-        if self._requests.shares.divided:
-            for each, of_it in zip(states, work, strict=True):
-                assert each is not None, f"sched: work for {of_it.rid} without its request"
-                self._requests.shares.charge(each.request.share, len(of_it.tokens))
-        self._totals.computed_tokens += outcome.prompt_tokens + outcome.decode_tokens
+        outcome = replace(self._begin(work, states), retracted=retracted)
+        ahead = self._work_ahead(states, now, is_blocked=is_blocked) if goes_on else None
         writes = self._allocator.take_writes()
         return OpenStep(
             plan=StepPlan(step=self._step, work=tuple(work), table_writes=writes, ahead=ahead, takes=takes),
-            states=states,
+            states=list(states),
             loads=loads,
             planned_at=now,
             outcome=outcome,
         )
 
-    def _work_ahead(self, states: Sequence[ReqState | None], *, is_blocked: bool = False) -> WorkAhead | None:
-        """What goes on behind a step of these; None also where a request that waits may run in the next one.
-        `is_blocked`: the first that waits was seen to lack its pages."""
-        may_come = self._requests.waiting and not (is_blocked or self._rows_are_taken)
-        return None if may_come or self._gives_way() is not None else self._lookahead.make(states)
+    def _begin(self, work: Sequence[SeqWork], states: Sequence[ReqState]) -> Outcome:
+        """Work is under way from now on: what is known of its outcome."""
+        shares = self._requests.shares
+        prompt_tokens, decode_tokens, new_requests, found = 0, 0, 0, Counter[str]()
+        for state, each in zip(states, work, strict=True):
+            count = len(each.tokens)
+            state.planned = each.start + count
+            if shares.divided:
+                shares.charge(state.request.share, count)
+            if state.phase is Phase.DECODE:
+                decode_tokens += count
+                state.is_new = False
+                continue
+            prompt_tokens += count
+            if state.is_fresh:
+                state.is_fresh = False
+                new_requests += 1
+                found.update(state.found)
+        self._totals.computed_tokens += prompt_tokens + decode_tokens
+        return Outcome(
+            prompt_tokens=prompt_tokens,
+            decode_tokens=decode_tokens,
+            new_requests=new_requests,
+            cached_tokens=found.total(),
+            cached_by_tier=found,
+        )
+
+    def _work_ahead(self, states: Sequence[ReqState], now: float, *, is_blocked: bool = False) -> WorkAhead | None:
+        """What goes on behind a step of these; None also where a request that waits may run in the next one, unless
+        prompts fill that. `is_blocked`: the first that waits was seen to lack its pages."""
+        if not self._lookahead.on or self._gives_way() is not None:
+            return None
+        tokens = self._lookahead.tokens(states)
+        if tokens is None:
+            return None
+        follows, work = list(tokens), list(tokens.values())
+        going = [states[number] for number in follows]
+        may_come = bool(self._requests.waiting) and not (is_blocked or self._rows_are_taken)
+        has_prompts = may_come or any(state.wants_chunk for state in self._batch.prefilling)
+        if has_prompts and not self._prompts_ahead(work, going, now, is_blocked=is_blocked):
+            return None
+        return self._lookahead.make(follows, going, work)
+
+    def _prompts_ahead(self, work: list[SeqWork], states: list[ReqState], now: float, *, is_blocked: bool) -> bool:
+        """Add chunks to the tokens of work ahead. False = they are not to be computed ahead: they cannot be, or another
+        request, that waits or comes meanwhile, could be in that step. So no request waits longer for them than it would
+        if the step were planned when it begins; but for those whose prompt has fewer tokens than a page.
+
+        Those that wait are admitted now, where whatever comes is behind them. Where the step does not get full all the
+        same, they keep their pages, and the next plan has work for them."""
+        wanting = [state for state in self._batch.prefilling if state.wants_chunk]
+        can = all(state.plain for state in states) and all(state.computes_ahead for state in wanting)
+        if not can or self._batch.transfer:
+            return False
+        is_last = self._settings.schedule_policy == "fcfs" and not self._requests.shares.divided
+        admits = is_last and not (is_blocked or self._rows_are_taken)
+        first, budget = len(work), self._pace.budget(decodes=bool(work))
+        self._add_prompts(work, states, budget, now, admits=admits, ahead=True)
+        if budget - sum(len(each.tokens) for each in work[first:]) >= self._settings.page_size:
+            return False
+        return is_blocked or self._rows_are_taken or not self._has_room(states[first:], budget, is_last=is_last)
+
+    def _has_room(self, states: Sequence[ReqState], budget: int, *, is_last: bool) -> bool:
+        """Whether a request of one token that comes now would get work in the step that these fill: they leave half of
+        their share to a shorter one. `is_last`: it comes behind those that wait, too."""
+        page, waiting = self._settings.page_size, self._requests.waiting
+        needs = [state.known - state.planned for state in states]
+        behind = waiting.in_turn(_LOOK_REQUESTS) if is_last else ()
+        left = budget
+        for needed in chain(
+            needs,
+            (each.known - self._allocator.cached(each) for each in behind if not self._admission.has_twin(each)),
+        ):
+            share = self._share(needed, left, 0)
+            left -= needed if needed <= share else share // page * page
+            if left < page:
+                return False
+        return True
 
     @property
     def _rows_are_taken(self) -> bool:
@@ -194,12 +246,27 @@ class StepPlanner:
             return None
         return last
 
-    def _add_chunks(self, work: list[SeqWork], states: list[ReqState | None], growth: Growth, budget: int) -> int:
+    def _add_prompts(
+        self, work: list[SeqWork], states: list[ReqState], budget: int, now: float, *, barred_seq: int = NONE_BARRED,
+        admits: bool = True, ahead: bool = False,
+    ) -> None:  # fmt: skip
+        """Add chunks of prefilling requests and, where it `admits` some, of newcomers, up to so many tokens."""
+        first = len(work)
+        left = self._add_chunks(work, states, barred_seq, budget)
+        if left > 0 and admits and self._requests.waiting:
+            for state, chunk in self._admit(left, now, ahead=ahead):
+                work.append(chunk)
+                states.append(state)
+                left -= len(chunk.tokens)
+        self._hand_out_rest(work, states, first, left)
+
+    def _add_chunks(self, work: list[SeqWork], states: list[ReqState], barred_seq: int, budget: int) -> int:
         """Chunks of prefilling requests, in the order of their arrival; returns the budget left for newcomers."""
-        wanting = [state for state in self._batch.prefilling if state.wants_chunk and state.seq <= growth.barred_seq]
+        wanting = [state for state in self._batch.prefilling if state.wants_chunk and state.seq <= barred_seq]
         left = budget
         for state, shorter in zip(wanting, _shortest_behind(wanting, self._shortest_waiting()), strict=True):
-            chunk = self._batch.chunk_work(state, self._share(state, left, shorter)) if left > 0 else None
+            share = self._share(state.known - state.planned, left, shorter)
+            chunk = self._batch.chunk_work(state, share) if left > 0 else None
             if chunk is None:
                 return 0
             work.append(chunk)
@@ -213,28 +280,29 @@ class StepPlanner:
             return _ENDLESS
         return min((state.known for state in self._requests.waiting.in_turn(_LOOK_REQUESTS)), default=_ENDLESS)
 
-    def _share(self, state: ReqState, left: int, shortest: int) -> int:
-        """What a request may take of the budget that is left: half of it, where it needs more than that and a shorter
-        one stands behind it (`shortest`: tokens of the shortest), which would else wait for all of it."""
-        needs = state.known - state.planned
+    def _share(self, needs: int, left: int, shortest: int) -> int:
+        """What a request that needs so many tokens may take of the budget that is left: half of it, where it needs more
+        than that and a shorter one stands behind it (`shortest`: tokens of the shortest), which would else wait for
+        all of it."""
         return max(left // 2, self._settings.page_size) if 2 * needs > left and shortest < needs else left
 
-    def _hand_out_rest(self, work: list[SeqWork], states: Sequence[ReqState | None], first: int, left: int) -> None:
+    def _hand_out_rest(self, work: list[SeqWork], states: Sequence[ReqState], first: int, left: int) -> None:
         """Give what shorter requests left of the budget to those that had left it to them, the oldest first; theirs
         are `work[first:]`."""
         for at, state in enumerate(states[first:], first):
             if left < self._settings.page_size:
                 return
-            if state is None or not state.wants_chunk:
+            had = work[at]
+            if had.start + len(had.tokens) == state.known:
                 continue
-            had, state.planned = work[at], work[at].start
             chunk = self._batch.chunk_work(state, len(had.tokens) + left)
             assert chunk is not None, f"sched: request {state.rid} had a chunk of {len(had.tokens)} tokens, now none"
             work[at] = chunk
             left -= len(chunk.tokens) - len(had.tokens)
 
-    def _admit(self, budget: int, now: float) -> list[tuple[ReqState, SeqWork]]:
-        """Bring in waiting requests, in the policy's order, until budget, rows or pages are used up."""
+    def _admit(self, budget: int, now: float, *, ahead: bool = False) -> list[tuple[ReqState, SeqWork]]:
+        """Bring in waiting requests, in the policy's order, until budget, rows or pages are used up; or, `ahead` of the
+        result of a plan, until one is to wait for that."""
         admitted: list[tuple[ReqState, SeqWork]] = []
         rows_left = self._settings.max_running_requests - self._batch.rows_needed
         waiting, blocked = self._requests.waiting, self._incoming.blocked
@@ -246,7 +314,11 @@ class StepPlanner:
         for state, shorter in zip(order, _shortest_behind(order, _ENDLESS), strict=True):
             if len(admitted) == rows_left or budget < min(self._settings.page_size, state.known):
                 break
-            if self._admission.has_twin(state) or self._admission.awaits_storage(state, now):
+            if self._admission.has_twin(state):
+                continue
+            if ahead and not self._admission.may_be_early(state):
+                break
+            if self._admission.awaits_storage(state, now):
                 continue
             if self.is_late(state, now):
                 self._late[state.rid] = None
@@ -272,12 +344,12 @@ class StepPlanner:
         state.move(Phase.PREFILL)
         self._allocator.take_row(state)
         self._batch.prefilling.append(state)
-        state.retracted = False
+        state.retracted, state.is_fresh = False, True
         if state.started is None:
             state.started = now
             state.cached_tokens = beyond(state.found, state.handoff.held if state.handoff is not None else 0)
         self._totals.healed_tokens += state.repaired()
-        chunk = self._batch.chunk_work(state, self._share(state, budget, shortest))
+        chunk = self._batch.chunk_work(state, self._share(state.known - state.planned, budget, shortest))
         assert chunk is not None, f"sched: request {state.rid} has no chunk of {budget} tokens from {state.computed}"
         return chunk
 

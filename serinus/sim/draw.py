@@ -39,19 +39,21 @@ _STAGES = 0.5
 """Worlds in which the second decode engine has two stages instead of two slices."""
 _OVERLAPS = 0.5
 """Engines of one rank that begin steps before the ones before them are read."""
+_CROWDED = 0.4
+"""Of the worlds in which a decode engine does: those in which it computes many prompts side by side."""
 _SPAN_S = 1.5
 """Work and faults begin within this time."""
 
 
 def draw(
     seed: int, *, backend: str = "", slides: bool | None = None, canary: str | None = None, ranked: bool | None = None,
-    latent: bool | None = None, unequal: bool | None = None,
+    latent: bool | None = None, unequal: bool | None = None, crowded: bool | None = None,
 ) -> Scenario:  # fmt: skip
     """The scenario of a seed. `backend` fixes how pages travel, `slides` whether some layers see a window only,
     `latent` whether, where none does, each layer has one row for keys and values, `unequal` whether engines that reach
     into each other's memory have unequal ranks and page sizes, `canary` whether there is one: sound (it must be
     silent), damaged (it must not), or empty = there is none; `ranked` whether requests have priorities and
-    deadlines."""
+    deadlines; `crowded` whether an engine that begins steps early computes many prompts side by side."""
     rng = Rng(seed).split("scenario")
     more = Rng(seed).split("more")  # of its own, so that what came later does not change what was drawn before
     shape = replace(_shape(rng, backend), optimistic=more.random() < 0.5)
@@ -88,6 +90,10 @@ def draw(
     ranks = Rng(seed).split("ranked")
     if ranks.random() < _RANKED if ranked is None else ranked:
         scenario = _ranked(ranks, scenario)
+    crowds = Rng(seed).split("crowd")
+    early = [engine.name for engine in scenario.shape.engines if engine.overlaps and engine.role == "decode"]
+    if early and (crowds.random() < _CROWDED if crowded is None else crowded):
+        scenario = _crowded(crowds, scenario, crowds.choice(early))
     watched = Rng(seed).split("canary")
     if canary is None:
         canary = watched.choice(("sound", "damaged")) if watched.random() < _CANARIES else ""
@@ -208,6 +214,22 @@ def _works(rng: Rng, shape: Shape, decodes: list[str], prefills: list[str]) -> t
             )
         )
     return tuple(works)
+
+
+def _crowded(rng: Rng, scenario: Scenario, name: str) -> Scenario:
+    """Most requests come to one engine at about one time, which computes their prompts itself, in chunks that fill its
+    steps."""
+    shape, works = scenario.shape, list(scenario.works)
+    engines = [replace(e, pages=3 * e.pages - 2, chunk=8) if e.name == name else e for e in shape.engines]
+    for index in range(len(works), len(works) + rng.randint(4, 10)):
+        own = [rng.randrange(shape.vocab_size) for _ in range(rng.randint(1, 14))]
+        prompt = rng.choice(works).prompt[: rng.choice((0, 0, 4, 8))] + tuple(own)
+        works.append(replace(rng.choice(works), rid=f"r{index}", prompt=prompt, new_tokens=rng.randint(1, 6)))
+    crowd = [
+        replace(work, decode=name, prefill="", at=round(work.at * 0.05, 4)) if rng.random() < 0.8 else work
+        for work in works
+    ]
+    return replace(scenario, shape=replace(shape, engines=tuple(engines)), works=tuple(crowd))
 
 
 def _ranked(rng: Rng, scenario: Scenario) -> Scenario:

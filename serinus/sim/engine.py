@@ -415,7 +415,7 @@ class SimEngine:
         found["loaded tokens"], found["failed copies"] = cache.loaded_tokens, cache.failed_copies
         found["prefetched tokens"], found["backed up tokens"] = cache.prefetched_tokens, cache.backup_tokens
         found["recomputed"], found["retracted"] = totals.recomputed, totals.retracted
-        found["computed tokens"] = totals.computed_tokens
+        found["computed tokens"], found["chunks ahead"] = totals.computed_tokens, self.scheduler.chunks_ahead
         found["frames sent again"] = self.mailbox.resent_count
         found["landed"] = self.metrics.count("kv_transfer_latency_ms")
         found["violations"] = 0 if self.canary is None else self.canary.violations.total

@@ -59,6 +59,8 @@ class WatchedScheduler(Scheduler):
         """Begin; `landing` is told of each prompt that is about to be taken for landed, `note` of what happens to
         requests."""
         self.note = note
+        self.chunks_ahead = 0
+        """Prompt chunks so far that were said before the plan that they are in."""
         self.came: dict[str, int] = {}
         """By request: how many came before it."""
         self.reserved: dict[str, Reservation] = {}
@@ -101,6 +103,8 @@ class WatchedScheduler(Scheduler):
     def plan(self, now: float) -> StepPlan | None:
         waiting = list(self._waiting)
         plan = super().plan(now)
+        if plan is not None and plan.takes is not None:
+            self.chunks_ahead += sum(len(work.tokens) > 1 for work in plan.work)
         taken = [state for state in waiting if state.phase is Phase.PREFILL]
         passed = [state for state in waiting if state.phase is Phase.WAITING and not self._may_be_passed(state)]
         for state, other in product(taken, passed):

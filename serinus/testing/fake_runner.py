@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from types import MappingProxyType
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from serinus.cache import PartGeometry
 from serinus.core.parts import Part
-from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult
+from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult, WorkAhead
 from serinus.core.request import Request, TokenLogprobs
 from serinus.core.rng import MASK64, splitmix64
 
@@ -104,6 +104,8 @@ class FakeRunner:
         """Tokens computed so far."""
         self.followed = 0
         """Steps so far that were computed before their plan came."""
+        self.chunks_followed = 0
+        """Prompt chunks among them."""
         self._ahead: list[tuple[SeqWork, Callable[[], SeqResult]]] = []
         """Work whose KV is there, and what chooses its token."""
 
@@ -126,15 +128,29 @@ class FakeRunner:
             seqs = [self._compute(work)() for work in plan.work]
         self.token_count += plan.token_count
         self.followed += follows
+        self.chunks_followed += follows and sum(len(work.tokens) > 1 for work in plan.work)
         if plan.ahead is not None:
-            for work, at in zip(plan.ahead.work, plan.ahead.follows.tolist(), strict=True):
-                assert work.sample is not None, f"testing: {work.rid} goes on without a token"
+            self._ahead = self._go_on(plan.ahead, seqs)
+        return StepResult(step=plan.step, seqs=tuple(seqs))
+
+    def _go_on(self, ahead: WorkAhead, seqs: Sequence[SeqResult]) -> list[tuple[SeqWork, Callable[[], SeqResult]]]:
+        """Compute work ahead, behind what a step found."""
+        found = []
+        for work, at in zip_longest(ahead.work, ahead.follows.tolist()):
+            if work.sample is not None:
                 params = work.sample.params
                 late = params.looks_back or params.logprobs is not None
-                assert not (late and plan.ahead.chooses), f"testing: a token of {work.rid} is chosen ahead"
-                known = replace(work, tokens=np.array([seqs[at].token], np.int32))
-                self._ahead.append((work, self._compute(known)))
-        return StepResult(step=plan.step, seqs=tuple(seqs))
+                assert not (late and ahead.chooses), f"testing: a token of {work.rid} is chosen ahead"
+            if at is None:
+                assert ahead.chooses, f"testing: a chunk of {work.rid} is ahead where tokens are not chosen"
+                assert not work.asks_each, f"testing: a chunk of {work.rid} is ahead, and the host waits for it"
+                found.append((work, self._compute(work)))
+                continue
+            assert work.sample is not None, f"testing: {work.rid} goes on without a token"
+            token = seqs[at].token
+            assert token is not None, f"testing: {work.rid} goes on behind work without a token"
+            found.append((work, self._compute(replace(work, tokens=np.array([token], np.int32)))))
+        return found
 
     def _read(self, part: Part, row: int, first: int, end: int) -> NDArray[np.uint64]:
         """Content of a part at positions [first, end) of a row."""

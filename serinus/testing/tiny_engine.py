@@ -41,7 +41,7 @@ class _MoverInLine(FakeMover):
 def _bytes_of(plan: StepPlan) -> bytes:
     """All that a plan's arrays say."""
     arrays: list[NDArray[Any]] = [write.slots for write in plan.table_writes]
-    for work in plan.work:
+    for work in (*plan.work, *(plan.ahead.work if plan.ahead is not None else ())):
         arrays += [work.tokens, *work.slots.values()]
         if work.next_ids is not None:
             arrays.append(work.next_ids)

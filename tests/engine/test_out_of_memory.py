@@ -31,15 +31,17 @@ class Hungry(NullHook):
 
     def __init__(self, runner: Any, when: str = "computed") -> None:
         self.is_hungry = False
-        self.when = when
+        self.when, self.skips = when, 0
+        """Passes that have what they want before."""
         runner._hook = compose_hooks([runner._hook, self])
 
     def before_layer(self, layer_index: int) -> None:
-        if self.is_hungry and self.when == "computed":
+        if self.is_hungry and self.when == "computed" and self.skips < 0:
             self.eat()
 
     def stage(self, batch: object, put: object) -> None:
-        if self.is_hungry and self.when == "staged":
+        self.skips -= self.is_hungry
+        if self.is_hungry and self.when == "staged" and self.skips < 0:
             self.eat()
 
     def eat(self) -> None:
@@ -99,6 +101,42 @@ def test_a_prefill_engine_without_memory_sends_the_prompt_home(toy: Path) -> Non
     assert both.tokens("a") == toy_continue(load_spec(toy), prompt, 6)
     assert not hungry.is_hungry
     assert [driver.engine.scheduler.stats().used_tokens for driver in (both.decode, both.prefill)] == [0, 0]
+
+
+@pytest.mark.parametrize("which", ["the step", "the pass ahead"])
+@pytest.mark.parametrize("when", ["staged", "computed"])
+@pytest.mark.parametrize("canary", [{"kv_canary": "none"}, {"kv_canary": "raise"}])
+def test_newcomers_of_a_pass_ahead_go_on_where_there_was_no_memory_for_it_or_for_the_step_before(
+    toy: Path, canary: dict[str, str], when: str, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows were written with the plan that said them, whichever of the two passes failed."""
+    monkeypatch.setattr("serinus.engine.planning.overlaps", lambda parts: True)
+    names = {"model_path": str(toy), "page_size": 4, "max_total_tokens": 512, "chunked_prefill_size": 16}
+    given = {**names, "decode_log_interval": 0, "max_step_ms": 0, **canary}
+    driver = EngineDriver(build_engine(from_names(ServeConfig, given), ManualClock()))
+    hungry = Hungry(driver.line.body._runner._runner, when)
+    prompts = {f"r{i}": list(range(i, i + 16)) for i in range(9)}
+    for rid, prompt in prompts.items():
+        driver.add(rid, prompt, 4)
+    hungry.is_hungry, hungry.skips = True, int(which == "the pass ahead")
+    driver.turn()
+    plan = driver.engine._open[0][0]
+    assert plan.ahead is not None
+    assert [(work.rid, len(work.tokens)) for work in plan.ahead.work] == [("r0", 1), ("r1", 16)]
+    assert not hungry.is_hungry
+    driver.run()
+    failed = [rid for rid in prompts if driver.deltas[rid][-1].finish is FinishReason.ERROR]
+    assert failed == (["r0"] if which == "the step" else [])
+    for rid in prompts.keys() - set(failed):
+        assert driver.tokens(rid) == toy_continue(load_spec(toy), prompts[rid], 4), rid
+    driver.engine.scheduler.sanity_check()
+    assert driver.engine.scheduler.stats().used_tokens == 0
+    if canary["kv_canary"] != "none":
+        assert driver.engine.canary is not None
+        view = driver.engine.canary.view()
+        assert view["violations"] == 0
+        assert view["slots_checked"] == view["slots_due"] > 0
+    driver.built.close()
 
 
 @pytest.mark.parametrize("slices", [1, 2])

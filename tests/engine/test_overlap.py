@@ -44,6 +44,8 @@ class Answers:
     ends: dict[str, FinishReason]
     taken: int
     dropped: int
+    chunks: int
+    """Prompt chunks that were queued when their plan came."""
 
 
 @pytest.fixture
@@ -52,7 +54,8 @@ def serve(toy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def begin(*, overlaps: bool, **settings: Any) -> LLM:
         monkeypatch.setattr("serinus.engine.planning.overlaps", lambda parts: overlaps)
-        given = {"max_total_tokens": 104, "page_size": 4, "max_running_requests": 6, **settings}
+        given = {"max_total_tokens": 104, "page_size": 4, "max_running_requests": 6, "chunked_prefill_size": 8}
+        given |= {"max_step_ms": 0, **settings}
         made.append(LLM(str(toy), skip_tokenizer_init=True, enable_sanity_check=True, **given))
         return made[-1]
 
@@ -101,11 +104,13 @@ def run(llm: LLM, requests: Sequence[tuple[int, Request, int | None]]) -> Answer
     taken, dropped = runner.taken, runner.dropped
     cut = {request.rid: count for _, request, count in requests}
     messages: list[FrontMessage] = []
+    chunks: dict[int, int] = {}
     turn = 0
     while len(ends) < len(requests):
         messages += [FrontMessage(front="f", message=each) for at, each, _ in requests if at == turn]
         output = llm._turn(messages)
         messages, turn = [], turn + 1
+        chunks |= {p.step: sum(len(w.tokens) > 1 for w in p.work) for p, _ in engine._open if p.takes is not None}
         for delta in (delta for _, deltas in output.deltas for delta in deltas):
             got = tokens.setdefault(delta.rid, [])
             got += delta.token_ids
@@ -123,7 +128,9 @@ def run(llm: LLM, requests: Sequence[tuple[int, Request, int | None]]) -> Answer
         llm._turn([])
     engine.scheduler.sanity_check()
     taken, dropped = runner.taken - taken, runner.dropped - dropped
-    return Answers(tokens=tokens, logprobs=logprobs, ends=ends, taken=taken, dropped=dropped)
+    return Answers(
+        tokens=tokens, logprobs=logprobs, ends=ends, taken=taken, dropped=dropped, chunks=sum(chunks.values())
+    )  # fmt: skip
 
 
 def assert_same(found: Answers, expected: Answers, seed: int) -> None:
@@ -143,6 +150,7 @@ def test_answers_are_those_of_an_engine_that_waits(serve: Any, waited: Any, cana
         found = run(serve(overlaps=True, **CANARIES[canary]), requests_of(seed, plain=seed % 2 == 0))
         assert_same(found, _waits(serve, waited, canary, seed), seed)
         assert found.taken > 40
+        assert found.chunks > 4
         assert any(found.logprobs.values()) is (seed == 1)
 
 
@@ -150,7 +158,7 @@ def _waits(serve: Any, waited: dict[tuple[str, int], Answers], canary: str, seed
     """The answers of an engine of one rank that waits, which is asked once for both tests."""
     if (canary, seed) not in waited:
         answers = run(serve(overlaps=False, **CANARIES[canary]), requests_of(seed, plain=seed % 2 == 0))
-        assert answers.taken == answers.dropped == 0
+        assert answers.taken == answers.dropped == answers.chunks == 0
         waited[canary, seed] = answers
     return waited[canary, seed]
 
@@ -172,11 +180,12 @@ def test_tables_are_written_also_where_nothing_goes_on_behind_a_step_that_was_ah
     ahead, slots = plan.ahead, np.arange(8, 12)
     assert ahead is not None
     writes = (TableWrite(row=5, start=0, slots=slots),)
+    before = runner.taken
     result = runner.run(
         StepPlan(step=plan.step + 1, work=ahead.work, table_writes=writes, takes=np.arange(len(ahead.work)))
     )
     assert result is not None
-    assert runner.taken == 1
+    assert runner.taken == before + 1
     assert runner._runner._tables[Part.FULL].table[5, :4].tolist() == slots.tolist()
 
 
@@ -211,6 +220,7 @@ def test_two_slices_that_overlap_answer_as_one_rank_that_waits(serve: Any, waite
         found = run(slices, requests_of(seed, plain=seed % 2 == 0))
         assert_same(found, _waits(serve, waited, canary, seed), seed)
         assert found.taken > 20
+        assert found.chunks > 4
 
 
 @pytest.mark.slow

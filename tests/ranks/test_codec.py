@@ -81,8 +81,12 @@ def work_ahead(draw: st.DrawFn, work: Sequence[SeqWork]) -> WorkAhead | None:
     ]  # fmt: skip
     looks_back = any(each.sample is not None and each.sample.params.looks_back for each in going)
     follows = [index for index, each in enumerate(work) if each.sample is not None]
-    chooses = not looks_back and draw(st.booleans())
-    return WorkAhead(work=tuple(going), follows=np.array(follows, np.int64), chooses=chooses) if going else None
+    plain = [each for each in work if each.sample is None or not each.sample.params.looks_back]
+    chunks = [replace(each, prompt_logprobs=None, next_ids=None, pooled=0) for each in plain]
+    chunks = [] if looks_back else chunks[: draw(st.integers(0, len(chunks)))]
+    chooses = not looks_back and (bool(chunks) or draw(st.booleans()))
+    done = (*going, *chunks)
+    return WorkAhead(work=done, follows=np.array(follows, np.int64), chooses=chooses) if done else None
 
 
 @st.composite
@@ -313,7 +317,7 @@ def test_a_command_of_any_other_content_is_refused_or_what_its_type_says(name: s
         ({"seeds_S": (1,)}, "column seeds"),
         ({"takes_N": np.array([0])}, "column takes"),
         ({"takes_N": np.array([0, -1])}, "of the work ahead"),
-        ({"ahead": "own", "follows_A": np.array([0])}, "column follows"),
+        ({"ahead": "own", "follows_A": np.array([0, 1, 0])}, "goes on behind"),
         ({"ahead": "own", "follows_A": np.array([0, 2])}, "goes on behind"),
         ({"writes_4K": np.array([[1], [0], [2], [0]], np.int32)}, "column written"),
         ({"writes_4K": np.array([[1], [0], [0], [7]], np.int32)}, "table writes of parts"),
@@ -342,6 +346,25 @@ def test_work_ahead_with_what_sampling_looks_back_at_is_refused(looked_at: dict[
     columns = msgspec.structs.replace(plan, ahead=plan, follows_A=np.array([0]), chooses=False)
     with pytest.raises(FrameError, match="what sampling looks back at"):
         decode_header(_forged("RunStep", columns))
+
+
+def test_chunks_ahead_that_the_host_would_wait_for_are_refused() -> None:
+    work = SeqWork(rid="a", row=1, start=0, tokens=np.array([7, 8], np.int32), slots={Part.FULL: np.array([1, 2])},
+                   sample=SampleSpec(params=SamplingParams(), seed=1, position=2, generated=0))  # fmt: skip
+    none = np.zeros(0, np.int64)
+    decode_header(
+        _forged("RunStep", pack_plan(StepPlan(step=1, work=(work,), ahead=WorkAhead(work=(work,), follows=none))))
+    )
+    for ahead in (
+        WorkAhead(work=(work,), follows=none, chooses=False),
+        WorkAhead(work=(replace(work, pooled=1),), follows=none),
+        WorkAhead(work=(replace(work, prompt_logprobs=0, next_ids=np.array([8], np.int32)),), follows=none),
+    ):
+        with pytest.raises(FrameError, match="that the host waits for"):
+            decode_header(_forged("RunStep", pack_plan(StepPlan(step=1, work=(work,), ahead=ahead))))
+    behind = StepPlan(step=1, work=(replace(work, sample=None),), ahead=WorkAhead(work=(work,), follows=np.array([0])))
+    with pytest.raises(FrameError, match="which sample"):
+        decode_header(_forged("RunStep", pack_plan(behind)))
 
 
 def test_a_grammar_without_the_tokens_that_it_follows_is_refused() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from serinus.core.errors import InvariantError
 from serinus.core.parts import Part
-from serinus.core.plan import StepPlan, TableWrite
+from serinus.core.plan import StepPlan, StepResult, TableWrite
 from serinus.core.sampling import SamplingParams
 from serinus.kernels import load
 from serinus.kernels.cpu.scalar import host_has
@@ -18,7 +20,7 @@ from serinus.models import ForwardBatch, NullHook, compose_hooks, load_model, lo
 from serinus.models.small_checkpoints import make_checkpoint, make_toy
 from serinus.parallel.comm import SoloComm
 from serinus.pool import DevicePool, PoolSpec, RequestTable
-from serinus.runner import Runner
+from serinus.runner import Behind, Runner
 from serinus.testing.direct import DirectEngine
 from serinus.testing.oracle import toy_continue
 
@@ -243,6 +245,40 @@ def test_table_rows_are_rewritten_before_the_step_reads_them(tmp_path: Path) -> 
     engine.rewrite(seq)
     engine.step([(seq, 1)])
     assert seq.output == toy_continue(engine.model.spec, seq.prompt.tolist(), 2)
+
+
+class Noted:
+    """A runner, and the plans that it ran."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner, self.plans = runner, list[StepPlan]()
+
+    def run(self, plan: StepPlan) -> StepResult | None:
+        self.plans.append(plan)
+        found: StepResult | None = self.runner.run(plan)
+        return found
+
+
+def test_a_step_goes_on_behind_those_of_another_one_that_have_tokens_and_computes_chunks_beside(tmp_path: Path) -> None:
+    """In another order, and behind one that has no token yet: tokens that are not known mean nothing."""
+    engine, early = (toy(tmp_path / name) for name in ("waits", "early"))
+    engine.runner = noted = Noted(engine.runner)
+    long, one, two = (engine.start(prompt, GREEDY) for prompt in (list(range(30, 42)), [5, 6, 7], [9, 8, 7, 6]))
+    engine.step([(long, 4), (one, 3), (two, 4)])
+    engine.step([(two, 1), (one, 1), (long, 8)])
+    first, second = noted.plans
+    unknown = [replace(work, tokens=np.zeros_like(work.tokens)) for work in second.work[:2]]
+    runner = early.runner
+    assert isinstance(runner, Runner)
+    flight = runner.launch(first)
+    behind = Behind(flight=flight, follows_B=np.array([2, 1]))
+    ahead = runner.launch(replace(second, work=(*unknown, second.work[2])), behind)
+    found = [runner.read(each) for each in (flight, ahead)]
+    assert [[seq.token for seq in each.seqs] for each in found if each is not None] == [
+        [None, one.output[0], two.output[0]], [two.output[1], one.output[1], long.output[0]],
+    ]  # fmt: skip
+    with pytest.raises(InvariantError, match=r"goes on behind \[0\] of step 1, which has tokens of \[1, 2\]"):
+        flight.places(np.array([0]))
 
 
 class Counted(SoloComm):

@@ -209,6 +209,7 @@ class Drive:
             self.commit()
             engine.end_copies()
         self.happened["a step was computed before its plan"] += engine.runner.followed
+        self.happened["a prompt chunk was computed before its plan"] += engine.runner.chunks_followed
         for rid, request in self.requests.items():
             self._check(rid, request)
         engine.end_copies()

@@ -26,28 +26,26 @@ def planned(tiny: TinyEngine) -> StepPlan:
 def test_the_next_plan_takes_the_very_work_that_this_one_said() -> None:
     tiny = engine()
     asked = [tiny.add(f"r{i}", [4 + i] * (5 + i), max_new_tokens=9) for i in range(3)]
-    prompts = planned(tiny)
-    assert prompts.ahead is None, "prompts are computed"
     before = planned(tiny)
-    for _ in range(5):
+    assert [len(work.tokens) for work in before.work] == [5, 6, 7], "prompts are computed, and end"
+    for _ in range(6):
         assert before.ahead is not None
         plan = planned(tiny)
         assert [id(work) for work in plan.work] == [id(work) for work in before.ahead.work]
-        assert [work.start for work in plan.work] == [work.start + 1 for work in before.work]
+        assert [work.start for work in plan.work] == [work.start + len(work.tokens) for work in before.work]
         assert [plan.work[i].rid for i in before.ahead.follows] == [work.rid for work in plan.work]
         before = plan
     tiny.run()
     for request in asked:
         assert tiny.answers[request.rid].tokens == fake_continue(request, 9, 1000, [], tiny.runner.windows)
-    assert tiny.runner.followed == 7, "of nine tokens one is chosen behind the prompt; the next step follows nothing"
+    assert tiny.runner.followed == 8, "of nine tokens one is chosen behind the prompt; every other step follows"
     tiny.check_drained()
 
 
 def test_one_that_ends_or_goes_is_not_in_the_next_plan_and_the_others_are() -> None:
     tiny = engine()
-    for i, count in enumerate((3, 9, 9)):
+    for i, count in enumerate((2, 9, 9)):
         tiny.add(f"r{i}", [7 + i] * 6, max_new_tokens=count)
-    planned(tiny)
     first, second = planned(tiny), planned(tiny)
     assert first.ahead is not None
     assert [work.rid for work in first.ahead.work] == ["r0", "r1", "r2"]
@@ -63,7 +61,6 @@ def test_one_that_ends_or_goes_is_not_in_the_next_plan_and_the_others_are() -> N
 def test_a_newcomer_waits_for_one_plan_and_no_longer() -> None:
     tiny = engine()
     tiny.add("old", range(6), max_new_tokens=20)
-    planned(tiny)
     assert planned(tiny).ahead is not None
     tiny.add("new", [9] * 6, max_new_tokens=3)
     following, mixed = planned(tiny), planned(tiny)
@@ -78,11 +75,11 @@ def test_tokens_are_chosen_by_the_next_plan_where_one_needs_those_before_it_on_t
 ) -> None:
     tiny = engine()
     asked = [tiny.add("plain", range(6), max_new_tokens=9), tiny.add("asks", range(7), max_new_tokens=4, **sampling)]
-    assert [planned(tiny).ahead for _ in range(2)] == [None, None], "prompts are computed"
+    assert planned(tiny).ahead is None, "the second shares the first one's prompt, and waits for that"
     found = []
     while (ahead := planned(tiny).ahead) is not None:
         found.append((len(ahead.work), ahead.chooses))
-    assert found == [(2, False)] * 2 + [(1, True)] * 4, "once that one has ended, as they are computed"
+    assert found == [(2, False)] * 3 + [(1, True)] * 4, "once that one has ended, as they are computed"
     tiny.run()
     for request in asked:
         count = request.sampling.max_new_tokens
@@ -94,8 +91,7 @@ def test_nothing_is_said_where_a_page_for_it_would_be_taken_from_a_request() -> 
     """Four pages of four tokens, two for each: the third one of one is that of the other."""
     tiny = engine(page_count=5)
     asked = [tiny.add(f"r{i}", [3 + i] * 6, max_new_tokens=5) for i in range(2)]
-    planned(tiny)
-    for _ in range(2):
+    for _ in range(3):
         plan = planned(tiny)
         assert not tiny.scheduler.totals.retracted
     assert plan.ahead is None, "position 8 has no page"

@@ -130,3 +130,16 @@ def test_a_scenario_survives_being_written_down() -> None:
         scenario = draw(seed)
         assert Scenario.from_json(scenario.to_json()) == scenario
         assert any("r0" in line for line in scenario.describe())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("canary", ["", "damaged"])
+def test_prompt_chunks_are_computed_ahead_where_many_come_at_once(canary: str) -> None:
+    """Under cancels, crashes, loads from the host and, where KV is damaged, heals: by an engine that begins steps
+    before it has read the ones before."""
+    chunks = 0
+    for seed in range(8 if canary else 16):
+        result = run(draw(seed, backend="tcp", crowded=True, canary=canary))
+        assert result.finding is None, f"seed {seed}: {result.finding}"
+        chunks += result.counts["chunks ahead"]
+    assert chunks > 30

@@ -155,7 +155,9 @@ class CudaDriver:
             return self._read(self._kernels.pull_pages(ours, _ids(pages), seed, theirs, _ids(sources)), begin)
 
     def sums(self, regions: Sequence[Region], pages: NDArray[np.int32], seed: int) -> bytes:
-        """Of own pages, which are whole: those that ran for them have ended. Waits for the device."""
+        """Of own pages, which are whole when what is queued for the model now has run: the host need not have waited
+        for a step that chose no token. Waits for the device."""
+        self._own.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._own):
             begin = _event()
             return self._read(self._kernels.pull_pages(_lanes(tuple(regions)), _ids(pages), seed), begin).sums()
