@@ -1,6 +1,6 @@
 """Flip one random byte of any live page, anywhere: it is reported at that page and nowhere else.
 
-    python -m tests.canary.fuzz --flips 2000 --seed 1
+    python -m tests.canary.fuzz --flips 2000 --seed 1 [--device cuda]
 
 Live pages are those of running requests, cached ones on the device, cached ones in the host tier, pages on their way
 from a prefill to a decode engine, and files. A byte of a file is a miss with a warning (files carry checksums of
@@ -25,6 +25,7 @@ from serinus.canary import Violation
 from serinus.core.parts import Part
 from serinus.core.rng import Rng
 from serinus.kernels import Reason
+from serinus.kernels.pool_rows import row_of
 from serinus.selftest import CANARY_SHAPES, CanaryPDFixture, make_canary_toy
 from serinus.testing.oracle import toy_continue
 
@@ -49,9 +50,10 @@ def accused(found: list[Violation], part: Part) -> Violation:
     return found[0]
 
 
-def flip_device(toy: Path, count: int, rng: Rng) -> None:
+def flip_device(toy: Path, count: int, rng: Rng, device: str) -> None:
     """Bytes of K or V of any layer, of slots that a running request of decode reads or that are cached there."""
-    pair = CanaryPDFixture(toy, decode_settings={"kv_canary_sweep_interval": 1}, max_total_tokens=1024)
+    settings = {"kv_canary_sweep_interval": 1}
+    pair = CanaryPDFixture(toy, decode_settings=settings, max_total_tokens=1024, device=device)
     pair.send_parallel_short_requests(4, distinct_prompts=True, prompt_tokens=21)
     pair.run()
     canary, scheduler = pair.canary("decode"), pair.built("decode").engine.scheduler
@@ -71,7 +73,7 @@ def flip_device(toy: Path, count: int, rng: Rng) -> None:
             live += lanes.table_RC[state.row, low : state.computed].tolist()
         slot, half = int(rng.choice(live)), rng.randrange(part.halves)
         lane = lanes.layers_kv[rng.randrange(len(lanes.layers_kv))][half]
-        row = lane.view(len(lane), -1).view(torch.uint8)[slot]
+        row = row_of(lane, slot).view(-1).view(torch.uint8)
         byte, mask = rng.randrange(len(row)), rng.randrange(1, 256)
         row[byte] ^= mask
         before, steps = canary.violation_count, canary.steps
@@ -86,9 +88,9 @@ def flip_device(toy: Path, count: int, rng: Rng) -> None:
     pair.assert_no_violation(side="prefill")
 
 
-def flip_host(toy: Path, count: int, rng: Rng) -> None:
+def flip_host(toy: Path, count: int, rng: Rng, device: str) -> None:
     """Bytes of pages in the host tier, which then come back."""
-    pair = CanaryPDFixture(toy, kv_canary="raise", decode_settings=TIERED)
+    pair = CanaryPDFixture(toy, kv_canary="raise", decode_settings=TIERED, device=device)
     built, canary = pair.built("decode"), pair.canary("decode")
     tiers, cache = built.tiers, built.cache
     assert tiers is not None
@@ -121,10 +123,11 @@ def flip_host(toy: Path, count: int, rng: Rng) -> None:
     pair.close()
 
 
-def flip_in_flight(toy: Path, count: int, rng: Rng) -> None:
+def flip_in_flight(toy: Path, count: int, rng: Rng, device: str) -> None:
     """Bytes of pages between the engines; in mode raise, so that the right answer must come all the same."""
     target = Part.SWA if "both" in toy.name else None
-    pair = CanaryPDFixture(toy, perturb_prefill="transfer_bytes=0.0", target=target, kv_canary="raise")
+    planted = {"perturb_prefill": "transfer_bytes=0.0", "target": target}
+    pair = CanaryPDFixture(toy, **planted, kv_canary="raise", device=device)  # type: ignore[arg-type]
     canary, length, done = pair.canary("decode"), 14, []
 
     def sent(part: Part, pages_GY: NDArray[np.uint8]) -> None:
@@ -160,12 +163,12 @@ def flip_in_flight(toy: Path, count: int, rng: Rng) -> None:
     pair.assert_no_violation(side="prefill")
 
 
-def flip_file(toy: Path, count: int, rng: Rng, folder: Path) -> int:
+def flip_file(toy: Path, count: int, rng: Rng, folder: Path, device: str) -> int:
     """Bytes of stored pages: never used, never a violation; how many of the files were read (and found bad)."""
     stored: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file",
                               "hicache_storage_dir": str(folder),
                               "hicache_storage_prefetch_policy": "wait_complete"}  # fmt: skip
-    pair = CanaryPDFixture(toy, decode_settings=stored)
+    pair = CanaryPDFixture(toy, decode_settings=stored, device=device)
     tiers = pair.built("decode").tiers
     assert tiers is not None
     assert tiers.storage is not None
@@ -188,20 +191,21 @@ def flip_file(toy: Path, count: int, rng: Rng, folder: Path) -> int:
     return int(bad)
 
 
-def fuzz(home: Path, flips: int, seed: int) -> Counter[str]:
-    """So many flips, spread over the kinds and the shapes of models. Raises AssertionError."""
+def fuzz(home: Path, flips: int, seed: int, device: str = "cpu") -> Counter[str]:
+    """So many flips, spread over the kinds and the shapes of models. `device`: of the engines. Raises
+    AssertionError."""
     rng, done = Rng(seed).split("flips"), Counter[str]()
     shapes = list(CANARY_SHAPES)
     slow = flips // (10 * len(shapes)) or 1
     for shape in shapes:
         toy = make_canary_toy(home / shape, shape)
-        flip_host(toy, slow, rng)
-        bad = flip_file(toy, slow, rng, home / f"files {shape}")
+        flip_host(toy, slow, rng, device)
+        bad = flip_file(toy, slow, rng, home / f"files {shape}", device)
         done.update({"host": slow, "file": slow, "file, found bad": bad})
         flying = flips // (4 * len(shapes)) or 1
-        flip_in_flight(toy, flying, rng)
+        flip_in_flight(toy, flying, rng, device)
         rest = -(-flips // len(shapes)) - 2 * slow - flying
-        flip_device(toy, rest, rng)
+        flip_device(toy, rest, rng, device)
         done.update({"in flight": flying, "device": rest})
         print(shape, dict(done), flush=True)
     return done
@@ -211,10 +215,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flips", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="of the engines: cpu or cuda")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as home:
-        done = fuzz(Path(home), arguments.flips, arguments.seed)
+        done = fuzz(Path(home), arguments.flips, arguments.seed, arguments.device)
     print(f"{arguments.flips} flips, each reported at its page and nowhere else: {dict(done)}")
     return 0
 

@@ -1,7 +1,7 @@
 """Run the perturbation stories of two engines again and again, each time with another seed: not one may fail.
 
     python -m tests.canary.stability --runs 200
-    python -m tests.canary.stability --soak-minutes 30      (nothing planted: nothing may be reported)
+    python -m tests.canary.stability --soak-minutes 30      (nothing planted: nothing may be reported) [--device cuda]
 
 A run is: for models of full, sliding and both kinds of layers, in each part, prefill damages KV after it was stamped
 (decode reports it, prefill is silent), bytes change in flight, and a running request of decode is damaged. Prints what
@@ -43,8 +43,9 @@ def story(toys: dict[str, Path], shape: str, part: Part, mode: str, seed: int) -
         assert {v.position for v in found} == {i.position for i in pair.injections(side)}
 
 
-def soak(toys: dict[str, Path], minutes: float) -> int:
-    """Clean traffic with aborts, eviction, write-back, load-back and handoffs; violations found."""
+def soak(toys: dict[str, Path], minutes: float, device: str) -> int:
+    """Clean traffic with aborts, eviction, write-back, load-back and handoffs; violations found. `device`: of the
+    engines."""
     until = time.monotonic() + 60 * minutes
     rounds = slots = loaded = evicted = requests = aborts = alarms = 0
     while time.monotonic() < until:
@@ -56,7 +57,7 @@ def soak(toys: dict[str, Path], minutes: float) -> int:
                 }  # fmt: skip
                 pair = CanaryPDFixture(
                     toys[shape], seed=rounds, kv_canary_sweep_interval=3, prefill_settings=small, decode_settings=small,
-                    kv_canary_coverage="full" if rounds % 2 else "rotating:4",
+                    kv_canary_coverage="full" if rounds % 2 else "rotating:4", device=device,
                 )  # fmt: skip
                 shared = [pair.random_prompt(33) for _ in range(4)]
                 for turn in range(20):
@@ -74,7 +75,7 @@ def soak(toys: dict[str, Path], minutes: float) -> int:
                         pair.run()
                     for rid in rids:
                         answer = pair.tokens(rid)
-                        assert answer == toy_continue(pair.pair.decode.spec, pair.prompts[rid], 30)[: len(answer)]
+                        assert answer == toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 30)[: len(answer)]
                     requests += len(rids)
                 alarms += sum(pair.canary(side).violation_count for side in SIDES)
                 pair.assert_no_violation()
@@ -96,12 +97,13 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--soak-minutes", type=float, default=0.0)
+    parser.add_argument("--device", default="cpu", help="of the soak's engines: cpu or cuda")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     home = Path(tempfile.mkdtemp(prefix="canary-stability-"))
     toys = {shape: make_canary_toy(home / shape, shape) for shape in CANARY_SHAPES}
     if arguments.soak_minutes:
-        return 1 if soak(toys, arguments.soak_minutes) else 0
+        return 1 if soak(toys, arguments.soak_minutes, arguments.device) else 0
     start = time.monotonic()
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.runs):
         for shape, part in CASES:

@@ -24,3 +24,9 @@ def test_the_stories_hold_for_any_seed(tmp_path: Path) -> None:
     for shape, part in stability.CASES:
         for mode in stability.STORIES:
             stability.story(toys, shape, part, mode, seed=1000)
+
+
+@pytest.mark.proof
+def test_a_round_of_the_soak_raises_no_false_alarm(tmp_path: Path) -> None:
+    toys = {shape: make_canary_toy(tmp_path / shape, shape) for shape in CANARY_SHAPES}
+    assert stability.soak(toys, 0.001, "cpu") == 0
