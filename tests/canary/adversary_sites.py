@@ -48,7 +48,7 @@ class Targets:
     copies: int = 0
     """A fault of such a function spoils so many copies; 0: all, until it ends."""
     tables: list[NDArray[np.int32]] = field(default_factory=list)
-    files: Callable[[], list[Path]] = list
+    files: Callable[[], list[str]] = list
     segments: list[Path] = field(default_factory=list)
     used: dict[tuple[int, int], Callable[[], NDArray[np.int64]]] = field(default_factory=dict)
     """By address and length of an array of kv, stamps, host or pages: its rows that are of pages in use, as the page
@@ -228,7 +228,7 @@ def _file(targets: Targets, rng: Rng) -> Act | None:
     files = targets.files()
     if not files:
         return None
-    path = rng.choice(files)
+    path = Path(rng.choice(files))
     place, mask = rng.random(), 1 << rng.randrange(8)
 
     def strike() -> None:
@@ -247,7 +247,7 @@ def _files(targets: Targets, rng: Rng) -> Act | None:
     files = targets.files()
     if len(files) < 2:
         return None
-    one, other = rng.sample(files, 2)
+    one, other = map(Path, rng.sample(files, 2))
 
     def strike() -> None:
         try:

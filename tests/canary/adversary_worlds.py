@@ -369,8 +369,12 @@ class Pair(_Base):
         self.pair.close()
 
 
-def _files_of(folder: Path) -> list[Path]:
-    return [Path(top, name) for top, _, names in os.walk(folder) for name in names]
+def _files_of(folder: Path | str) -> list[str]:
+    """Their paths. Cost: about 1 us each."""
+    found = []
+    for entry in os.scandir(folder):
+        found += _files_of(entry.path) if entry.is_dir() else (entry.path,)
+    return found
 
 
 def _segments() -> list[Path]:
