@@ -63,6 +63,8 @@ class PageQuarantine:
         released."""
         self.failures: dict[tuple[Part, int], int] = {}
         """By part and device page, how often its KV was found wrong; a flush does not forget it."""
+        self.worn = 0
+        """Of these, how many failed FAILURES_MAX times or more."""
         self.retired: set[tuple[Part, int]] = set()
         """By part and device page, those that are never handed out again."""
         self.keys: set[bytes] = set()
@@ -166,7 +168,8 @@ class PageQuarantine:
             return Condemned(tokens=0, pages={})
         for page in bad.tolist():
             self.banned[part][page] = None
-            self.failures[part, page] = self.failures.get((part, page), 0) + counts
+            failures = self.failures[part, page] = self.failures.get((part, page), 0) + counts
+            self.worn += counts and failures == FAILURES_MAX
         below: list[Node] = []
         salt, prefix, kept = "", b"", 0
         gone: dict[Part, list[Pages]] = {part: [bad]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 from serinus.cache import PageState, PrefixCache, Tier
-from serinus.cache.quarantine import FAILURES_MAX
 from serinus.canary.violation import Violation
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
@@ -33,18 +32,16 @@ class PageHealth:
         self._ranks.setdefault((violation.part, violation.page), {})[violation.rank] = None
 
     def look(self) -> None:
-        """Log pages that were retired since the last call, and once that there are too many."""
-        failures = self._cache.tiers.quarantine.failures
-        if not failures:
-            return
-        for part, page in self._cache.tiers.quarantine.retired - self._told:
+        """Log pages that were retired since the last call, and once that there are too many. Cost: nothing of the pages
+        that failed before."""
+        quarantine = self._cache.tiers.quarantine
+        for part, page in quarantine.retired - self._told if len(quarantine.retired) > len(self._told) else ():
             self._told.add((part, page))
             _log.error(
                 "kv_canary retired: part=%s page=%d failures=%d ranks=%s retired=%d",
-                part.name, page, failures[part, page], self._named((part, page)), len(self._told),
+                part.name, page, quarantine.failures[part, page], self._named((part, page)), len(self._told),
             )  # fmt: skip
-        worn = sum(count >= FAILURES_MAX for count in failures.values())
-        if worn > self._retired_max and not self.degraded:
+        if (worn := quarantine.worn) > self._retired_max and not self.degraded:
             self.degraded = (
                 f"{worn} KV pages failed twice, expected at most {self._retired_max} (--kv-canary-retire-max):"
                 f" {self._scope_words()}"
