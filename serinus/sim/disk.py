@@ -104,6 +104,9 @@ class SimDisk:
                 name = path.rpartition("/")[2]
                 yield FileEntry(name=name, path=path, byte_count=len(file.data), used_ns=file.used_ns)
 
+    def names(self, folder: str) -> Iterator[str]:
+        return (entry.name for entry in self.entries(folder))
+
     def byte_count(self, path: str) -> int:
         return len(self._file(path).data)
 

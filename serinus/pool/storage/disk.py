@@ -68,6 +68,9 @@ class FileSystem(Protocol):
     def entries(self, folder: str) -> Iterator[FileEntry]:
         """What lies in the folders `ab/` of a storage folder; nothing where the folder is not there."""
 
+    def names(self, folder: str) -> Iterator[str]:
+        """The names of these alone. Cost: a tenth of what `entries` takes."""
+
     def byte_count(self, path: str) -> int:
         """Size of a file. Raises FileNotFoundError."""
 
@@ -142,17 +145,19 @@ class Disk:
         return [path.stem for path in Path(folder, _WRITERS).glob("*.lock")]
 
     def entries(self, folder: str) -> Iterator[FileEntry]:
-        names: list[str] = []
-        with suppress(FileNotFoundError), os.scandir(folder) as tops:
-            names += [top.path for top in tops if len(top.name) == 2 and top.is_dir(follow_symlinks=False)]
-        for name in names:
-            with suppress(FileNotFoundError), os.scandir(name) as inside:
+        for top in _tops(folder):
+            with suppress(FileNotFoundError), os.scandir(top) as inside:
                 for entry in inside:
                     with suppress(OSError):
                         about = entry.stat(follow_symlinks=False)
                         yield FileEntry(
                             name=entry.name, path=entry.path, byte_count=about.st_size, used_ns=about.st_mtime_ns
                         )
+
+    def names(self, folder: str) -> Iterator[str]:
+        for top in _tops(folder):
+            with suppress(FileNotFoundError):
+                yield from os.listdir(top)
 
     def byte_count(self, path: str) -> int:
         return os.stat(path).st_size
@@ -204,6 +209,13 @@ class Disk:
 
     def remove(self, path: str) -> None:
         os.unlink(path)
+
+
+def _tops(folder: str) -> list[str]:
+    """The folders `ab/` of a storage folder."""
+    with suppress(FileNotFoundError), os.scandir(folder) as tops:
+        return [top.path for top in tops if len(top.name) == 2 and top.is_dir(follow_symlinks=False)]
+    return []
 
 
 def this_hour(clock: Clock) -> int:

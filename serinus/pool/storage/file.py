@@ -190,12 +190,12 @@ class PageFiles:
     def remove(self, keys: Collection[bytes]) -> int:
         """Delete pages, and all that continue them in this folder, also of other processes; then tell these.
 
-        Returns how many files went. Cost: a scan of the folder, a read of the header of each file that this process
-        neither wrote nor read nor looked at for an earlier removal (about 15 us each). Raises OSError: the medium
-        fails; what was not told is told with the next removal, or when others are looked for.
+        Returns how many files went. Cost: the names in the folder, about a microsecond each, and a read of the header
+        of each file that this process neither wrote nor read nor looked at for an earlier removal (about 15 us). Raises
+        OSError: the medium fails; what was not told is told with the next removal, or when others are looked for.
         """
         named = {self._digest(key): key for key in keys}
-        self._scan()
+        self._note_new()
         names = self._continuing(set(named))
         for name in names:
             header = bytearray(HEADER_BYTES)
@@ -224,6 +224,15 @@ class PageFiles:
         for name in (self._name(part, key) for key in found for part in self._parts):
             self._forget(name)
         return found
+
+    def _note_new(self) -> None:
+        """Note the files that other processes wrote. A scan, which looks at each file anew, takes ten times as long."""
+        names = set(self._disk.names(self._folder))
+        with self._lock:
+            names -= self._index.keys()
+        for name in sorted(filter(_PAGE.fullmatch, names)):
+            with suppress(OSError):  # it is gone by now
+                self._note(name, self._disk.byte_count(self._path(name)))
 
     def _continuing(self, digests: set[str]) -> list[str]:
         """Names of the files of these pages, and of all that come after them."""
