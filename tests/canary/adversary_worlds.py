@@ -258,8 +258,8 @@ class Tiered(_Base):
     """One engine with a host tier and files, of one rank or several."""
 
     def __init__(self, checkpoint: Path, files: Path, mode: str, coverage: str, **ranks: int) -> None:
-        names = {**_SETTINGS, **_TIERS, **_mode(mode), **ranks, "model_path": str(checkpoint),
-                 "hicache_storage_dir": str(files), "kv_canary_coverage": coverage}  # fmt: skip
+        names = {**_names(checkpoint, mode, coverage), **_TIERS, **ranks, "model_path": str(checkpoint),
+                 "hicache_storage_dir": str(files)}  # fmt: skip
         config, memory = from_names(ServeConfig, names), _Memory()
         self._files = files
         self._clock: Clock = WallClock() if ranks else ManualClock()
@@ -326,7 +326,7 @@ class Pair(_Base):
     """A prefill and a decode engine; KV goes through shared memory."""
 
     def __init__(self, checkpoint: Path, files: Path, mode: str, coverage: str, **more: Any) -> None:
-        names = {**_SETTINGS, **_mode(mode), "kv_canary_coverage": coverage, **more}
+        names = {**_names(checkpoint, mode, coverage), **more}
         self._files = files
         self._others, memory = set(_segments()), _Memory()
         self.pair = EnginePair(checkpoint, backend=ShmBackend(1 << 18), **names)
@@ -389,9 +389,12 @@ def _segments() -> list[Path]:
     return found
 
 
-def _mode(name: str) -> dict[str, str]:
-    """Settings of a mode; `confirmed`: heal, with streams of verified tokens alone."""
-    return {"kv_canary": "heal", "kv_canary_stream": name} if name == "confirmed" else {"kv_canary": name}
+def _names(checkpoint: Path, mode: str, coverage: str) -> dict[str, Any]:
+    """Settings of a mode; `confirmed`: heal, with streams of verified tokens alone. Families compute in fp32 on every
+    CPU, as transformers does for what is right."""
+    of_mode = {"kv_canary": "heal", "kv_canary_stream": mode} if mode == "confirmed" else {"kv_canary": mode}
+    dtype = "float32" if checkpoint.name in _FAMILIES else "auto"
+    return {**_SETTINGS, **of_mode, "kv_canary_coverage": coverage, "dtype": dtype}
 
 
 WORLDS: dict[str, Callable[[Path, Path, str, str], World]] = {
