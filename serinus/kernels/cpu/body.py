@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,10 @@ class Body:
             self._here(ctypes.addressof(arguments))
         else:
             _PARALLEL(self.address, ctypes.addressof(arguments), threads, 0)
+
+    def alone(self, arguments: ctypes.Structure) -> Callable[[], object]:
+        """What runs it on the calling thread with these arguments, which must stay: 2 us less than a call."""
+        return partial(self._here, ctypes.addressof(arguments))
 
 
 def compile_body(function: Callable[[Any], None]) -> Body:

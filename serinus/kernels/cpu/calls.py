@@ -54,7 +54,7 @@ class Calls:
         self._calls: list[KernelCall | None] = [None] * count
         self._table = np.zeros((count, _COLUMNS), np.int64)
         self._run = _Run(0, self._table.ctypes.data, 0, 0, PARALLEL_AT, 0, 0)
-        self._body = _calls_body(VERSION)
+        self._start = _calls_body(VERSION).alone(self._run)
 
     def put(self, first: int, calls: Sequence[KernelCall]) -> None:
         """These are the calls from `first` on; what their structures hold may change, as long as they are there."""
@@ -69,7 +69,7 @@ class Calls:
         """Run those from `begin` to `end` - 1. Ends with the first that refuses: which one, and what it says."""
         arguments = self._run
         arguments.begin, arguments.end = begin, end
-        self._body(arguments, 1)
+        self._start()
         return (arguments.failed - 1, arguments.said) if arguments.failed else None
 
 

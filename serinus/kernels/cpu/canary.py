@@ -69,16 +69,16 @@ def canary_digest(layers_kv: LayersKv, slots_E: Tensor, coefficients_L22W: Tenso
 
 def canary_due(reads_6B: NDArray[np.int64], page_size: int) -> DuePages:
     """What of these reads is due, in arrays of its own."""
-    return DueWords().work_out(reads_6B, page_size)
+    return DueWords().work_out(np.ascontiguousarray(reads_6B), page_size)
 
 
 class DueWords:
     """`canary_due` into words that stay where they are: all that it returned before is overwritten."""
 
     def __init__(self) -> None:
-        self._arguments, self._body = Due(0, 0, 0, 0, 0, 0, 0, 0, 0), _due_body(VERSION)
+        self._arguments = Due(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        self._start = _due_body(VERSION).alone(self._arguments)
         self._words: NDArray[np.int64] = np.empty(0, np.int64)
-        self._reads_6B = self._words.reshape(6, 0)
         self._size = (-1, -1)
         """Columns and bound sequences of the arrays."""
         self.columns_7B, self.bound_5B = self._words.reshape(7, 0), self._words.reshape(5, 0)
@@ -86,15 +86,13 @@ class DueWords:
         """Where these two lie."""
 
     def work_out(self, reads_6B: NDArray[np.int64], page_size: int) -> DuePages:
-        """`canary_due`; its arrays are these."""
+        """`canary_due`; its arrays are these. `reads_6B`: contiguous, and writable."""
         arguments, count = self._arguments, reads_6B.shape[1]
         if count != arguments.count:
-            self._words, self._size = np.empty(18 * count, np.int64), (-1, -1)
-            self._reads_6B = self._words[12 * count :].reshape(6, count)
+            self._words, self._size = np.empty(12 * count, np.int64), (-1, -1)
             arguments.count, arguments.out = count, address_of(self._words)
-            arguments.reads = arguments.out + 12 * count * 8
-        self._reads_6B[:], arguments.page_size = reads_6B, page_size
-        self._body(arguments, 1)
+        arguments.reads, arguments.page_size = address_of(reads_6B), page_size
+        self._start()
         size = live, bound = arguments.live, arguments.bound
         if size != self._size:
             self._size, begin = size, 7 * count
@@ -342,11 +340,12 @@ def _plan_body(version: int) -> Body:
                 break
             row = carray(at(a[1] + due[count + b] * columns * 4), columns, np.int32)
             low, high = due[2 * count + b], due[3 * count + b]
-            first_page, stride, begin = due[4 * count + b], due[5 * count + b], due[6 * count + b]
-            end = total if b + 1 == count else due[6 * count + b + 1]
-            for e in range(begin, end):
-                inside = e - begin
-                position = (first_page + inside // page_size * stride) * page_size + inside % page_size
+            first, step = due[4 * count + b] * page_size, due[5 * count + b] * page_size
+            end, inside = total if b + 1 == count else due[6 * count + b + 1], 0
+            for e in range(due[6 * count + b], end):
+                if inside == page_size:
+                    first, inside = first + step, 0
+                position, inside = first + inside, inside + 1
                 out[3 * total + e] = due[b]
                 if position < low or position >= high:
                     out[e] = 0

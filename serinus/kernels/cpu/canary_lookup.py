@@ -7,6 +7,7 @@ R, C = rows and columns of req_to_token, B = sequences, T = tokens stored.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -54,9 +55,9 @@ def find_call(arguments: ctypes.Structure) -> KernelCall:
     return KernelCall(body=_find_body(VERSION), arguments=arguments, threads=1)
 
 
-def run_match(arguments: ctypes.Structure) -> None:
-    """`match_columns` of kernels.due, for rows that have two columns at most."""
-    _match_body(VERSION)(arguments, 1)
+def match_run(arguments: ctypes.Structure) -> Callable[[], object]:
+    """`match_columns` of kernels.due, for rows that have two columns at most, of arguments that stay."""
+    return _match_body(VERSION).alone(arguments)
 
 
 @cache
@@ -76,17 +77,16 @@ def _look_body(version: int) -> Body:
                 ask_for(a[2] + (row * columns + min(p, position)) * 4)
         for b in range(count):
             row, low, position = bound[count + b], bound[2 * count + b], bound[3 * count + b]
-            chain = bound[4 * count + b]
-            named = carray(at(a[1] + row * columns * 4), columns, np.int32)
-            written = carray(at(a[2] + row * columns * 4), columns, np.int32)
-            strays = np.int32(0)
-            for p in range(low, position + 1):
-                strays |= named[p] ^ written[p]
+            chain, reads, strays = bound[4 * count + b], position - low + 1, np.int32(0)
+            named = carray(at(a[1] + (row * columns + low) * 4), reads, np.int32)
+            written = carray(at(a[2] + (row * columns + low) * 4), reads, np.int32)
+            for i in range(reads):
+                strays |= named[i] ^ written[i]
             if strays != 0:
-                last, position, chain = position, low, ~chain
-                while position < last and named[position] == written[position]:
+                position, chain = low, ~chain
+                while position - low < reads - 1 and named[position - low] == written[position - low]:
                     position += 1
-            out[b], out[count + b] = np.int64(named[position]), position
+            out[b], out[count + b] = np.int64(named[position - low]), position
             out[2 * count + b], out[3 * count + b] = chain, bound[b]
 
     return compile_body(look)

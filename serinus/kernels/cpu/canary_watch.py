@@ -202,8 +202,10 @@ class _CpuWatch:
         arguments.lane = self._bind.lane = lane
         arguments.digests = arguments.cuts = 0
         if self.entry_count and lane >= _TAIL and pools is not None and self._reads is not None:
-            self._leave(pools.layer_count, self._all)
-            self._digest_left(pools)
+            if self._taken < pools.layer_count:
+                self._leave(pools.layer_count, self._all)
+            if self._left:
+                self._digest_left(pools)
             if self._has_digests:
                 arguments.digests = self._digests_at
             if self._reads.has_sums:
@@ -281,8 +283,6 @@ class _CpuWatch:
     def _digest_left(self, pools: _Pools) -> None:
         """Digest what was left; sums are added to those of other layers."""
         left, self._left = self._left, []
-        if not left:
-            return
         if self._first == _PLAN:  # HEAD was not verified: which slots they are is not known yet
             self._calls.run(_PLAN, _LOOK)
         count = self.entry_count
@@ -351,6 +351,7 @@ class _Reads:
         self._pools, self._page_size = pools, page_size
         self._places = np.full(2 * row_count, -1, np.int64)
         self._match = canary_lookup.Match(0, 0, 0, 0, 0, 0, 0, row_count, self._places.ctypes.data, *[0] * 7)
+        self._run_match = canary_lookup.match_run(self._match)
         self._due, self._left = _Words(), _Words()
         self._made: dict[int, tuple[LayerDigest, ...]] = {}
         """By columns of what is due; of these sums and that memory."""
@@ -390,7 +391,7 @@ class _Reads:
         if match.count != columns:
             match.count, match.left = columns, self._left.room(columns)
         sequences = match.sequences
-        canary_lookup.run_match(match)
+        self._run_match()
         self.batch, self.digests = batch, ()
         if match.left_count == columns:
             return None

@@ -306,8 +306,7 @@ def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, kin
                         widen_row(a[2] + head_at + rows_at[p], k_at + wide_at[p], size, kind)
                         widen_row(a[3] + head_at + rows_at[p], v_at + wide_at[p], size, kind)
                     _pack(k_at, v_at, wide_at, here, keys[packed], values[packed], size)
-                if watched:
-                    find_entries(entries, due, w[6], w[7], units[u, 8], start, here, w[5])
+                if watched and find_entries(entries, due, w[6], w[7], units[u, 8], start, here, w[5]):
                     _weigh(weights, units[u, 9], units[u, 10], past, count, tile_tokens, a[13], start)
                     for kv in range(2):
                         pool, own = a[2 + kv], sums + kv * w[4] * 8

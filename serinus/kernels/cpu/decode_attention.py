@@ -126,11 +126,11 @@ def decode_body(
                     if slot < 0 or slot >= a[11]:
                         a[12], slot = row + 1, np.int64(0)
                     rows[p] = slot * row_bytes
-                if watched:
-                    find_entries(entries, due, a[19], a[20], units[u, 6], start, count, a[18])
+                some_due = watched and find_entries(entries, due, a[19], a[20], units[u, 6], start, count, a[18])
+                if some_due:
                     weigh(weights, units[u, 7], units[u, 8], context, a[22], start)
                 for p in range(0, count, _GROUP):
-                    is_due = watched and any_due(entries, p)
+                    is_due = some_due and any_due(entries, p)
                     pool, first = (a[2], p + _GROUP) if p + _GROUP < count else (a[3], 0)
                     for h in range(head, head_end):
                         place, then_at, then = p, a[2], h + ahead
@@ -167,7 +167,7 @@ def decode_body(
                         _BLOCK,
                     )
                 for p in range(0, count, _GROUP):
-                    is_due = watched and any_due(entries, p)
+                    is_due = some_due and any_due(entries, p)
                     pool, first = (a[3], p + _GROUP) if p + _GROUP < count else (a[2], _BLOCK)
                     for h in range(head, head_end):
                         place, then_at, then = p, a[3], h + ahead

@@ -59,25 +59,23 @@ def own_sums(sums: Any, entry_count: Any, slices: Any, thread_at: Any) -> Any:
 @inlined(fastmath=set())
 def find_entries(entries: Any, due: Any, batch: Any, sets: Any, b: Any, start: Any, count: Any, page_size: Any) -> Any:
     """entries[p] = where the sums of position start + p of sequence b go, for p < `count`; behind, and where nothing
-    is due, MISSING. Returns whether any is due. Page by page: no division a position."""
-    entries[:] = MISSING
+    is due, MISSING. Returns whether any is due; where none is, nothing is written. From one page that is due to the
+    next: mostly there is none, and two divisions say so."""
     width, found = sets * batch, False
     for column in range(b, width, batch):
         low, high, first = due[2 * width + column], due[3 * width + column], due[4 * width + column]
-        if high <= start or low >= start + count or low >= high:
-            continue
         stride, begin = due[5 * width + column], due[6 * width + column]
-        page, inside, entry = start // page_size, start % page_size, MISSING
-        for p in range(count):
-            if inside == page_size:
-                page, inside = page + 1, 0
-            if p == 0 or inside == 0:
-                entry = MISSING
-                if page >= first and (page - first) % stride == 0:
-                    entry = begin + (page - first) // stride * page_size
-            if entry >= 0 and low <= start + p < high:
-                entries[p], found = entry + inside, True
-            inside += 1
+        low, high = max(low, start), min(high, start + count)
+        if low >= high:
+            continue
+        turn = max(0, (low // page_size - first + stride - 1) // stride)
+        page_start, entry = (first + turn * stride) * page_size, begin + turn * page_size
+        while page_start < high:
+            if not found:
+                entries[:], found = MISSING, True
+            for position in range(max(low, page_start), min(high, page_start + page_size)):
+                entries[position - start] = entry + position - page_start
+            page_start, entry = page_start + stride * page_size, entry + page_size
     return found
 
 
