@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from serinus.canary.commands import CheckCount
 from serinus.canary.lanes import PartLanes
 from serinus.core.parts import Part
 from serinus.kernels import StampLane, stamp_lanes
 
-_PARTS: Final = len(Part)
-_LANES: Final = len(StampLane)
+_EVERY: Final = len(StampLane)
+_LANES: Final = {part: stamp_lanes(part) for part in Part}
 
 
-def by_part(counts: Mapping[Part, NDArray[np.int64]], count: int) -> NDArray[np.int64]:
-    """Slots that were verified of each of so many sequences, [len(Part), N]: -1 of parts that a rank has none of.
-    `counts`: by sequence and lane; a slot counts that was looked at in all lanes."""
-    checked_PN = np.empty((_PARTS, count), np.int64)
-    checked_PN.fill(-1)
-    for part, counts_N4 in counts.items():
-        lanes = stamp_lanes(part)
-        np.minimum.reduce(counts_N4 if len(lanes) == _LANES else counts_N4[:, lanes], 1, out=checked_PN[part])
-    return checked_PN
+def by_part(counts: Mapping[Part, Sequence[int]]) -> list[list[int]]:
+    """Slots that were verified of each sequence, by part, in the order of Part; empty for one that a rank has none of.
+    `counts`: of one sequence after the other, by lane; a slot counts that was looked at in all lanes of its part."""
+    return [
+        list(map(min, *(words[lane::_EVERY] for lane in lanes))) if (words := counts.get(part)) else []
+        for part, lanes in _LANES.items()
+    ]
 
 
 def check_counts(parts: Collection[PartLanes], host_slots: int | None) -> tuple[CheckCount, ...]:

@@ -177,24 +177,19 @@ class CanaryAnswer:
     """That this rank has spent in calls of the canary so far."""
     total: int = 0
     """Violations so far, those whose details were lost to the ring's overflow included."""
-    checked_PN: NDArray[np.int64] | None = None
+    checked: list[list[int]] | None = None
     """To CheckRows: slots of each row that were verified, as CanaryRank.checked has them."""
 
 
-def slots_checked(ranks: Iterable[NDArray[np.int64] | None]) -> NDArray[np.int64]:
+def slots_checked(ranks: Iterable[list[list[int]] | None]) -> list[int]:
     """Slots of each sequence that were verified, over all parts: a slot counts where every rank that has the part
-    verified its share of it. `ranks`: as CanaryRank.checked has them; empty without any."""
-    found = [each for each in ranks if each is not None]
-    if not found:
-        return np.empty(0, np.int64)
-    if len(found) == 1:
-        least_PN: NDArray[np.int64] = np.maximum(found[0], 0)
-    else:
-        stacked = np.stack(found)
-        least_PN = np.where(stacked < 0, np.iinfo(np.int64).max, stacked).min(0)
-        least_PN[(stacked < 0).all(0)] = 0
-    slots_N: NDArray[np.int64] = np.add.reduce(least_PN, 0)
-    return slots_N
+    verified its share of it. `ranks`: as CanaryRank.checked has them; empty where none tells."""
+    by_part = list[list[int]]()
+    for of_ranks in zip(*(each for each in ranks if each is not None), strict=True):
+        told = [slots for slots in of_ranks if slots]
+        if told:
+            by_part.append(told[0] if len(told) == 1 else list(map(min, *told)))
+    return by_part[0] if len(by_part) == 1 else list(map(sum, zip(*by_part, strict=True)))
 
 
 def by_check(answers: Iterable[CanaryAnswer]) -> dict[str, dict[str, int]]:

@@ -107,7 +107,7 @@ def lanes_of(
     counts = RingCounts(spec.device, len(_CHECKS), len(table.table))
     rows, lanes = settings.ring_rows, stamp_lanes(part)
     tail = lanes[spec.halves :]
-    running, stored = Ring(rows, counts, 0, lanes, by_sequence=True), Ring(rows, counts, 5, tail)
+    running, stored = Ring(rows, counts, lanes, by_sequence=True), Ring(rows, counts, tail)
     written = table.twin()
     watch = kernels.canary_watch(
         kernels, table.table, written.table, pool.stamps_LS4, pool.layers, coefficients, running.tensors,
@@ -123,10 +123,10 @@ def lanes_of(
         written=written,
         coefficients_L22W=coefficients,
         running=running,
-        arriving=Ring(rows, counts, 1, lanes),
-        ending=Ring(rows, counts, 2, lanes),
-        sweeping=Ring(rows, counts, 3, tail),
-        writing=Ring(rows, counts, 4, ()),
+        arriving=Ring(rows, counts, lanes),
+        ending=Ring(rows, counts, lanes),
+        sweeping=Ring(rows, counts, tail),
+        writing=Ring(rows, counts, ()),
         stored=stored,
         counts=counts,
         watch=watch,

@@ -167,8 +167,7 @@ class CanaryLead:
         pages."""
         answers = self._verify_rows(rows)
         self._follow(self._filed(_findings(answers)))
-        slots_N = slots_checked(answer.checked_PN for _, answer in answers)
-        slots = dict(zip(rows, slots_N.tolist(), strict=True))
+        slots = dict(zip(rows, slots_checked(answer.checked for _, answer in answers), strict=True))
         return RowsVerdict(verdicts=self._take_outside(), slots=slots)
 
     def arrived(self, rid: str, own: OwnPages | None) -> ArrivalVerdict:
@@ -179,7 +178,7 @@ class CanaryLead:
         answers = self._verify_rows({rid: own}, is_arrival=True)
         self._follow(self._filed(_findings(answers)), counts=False)
         verdict = self._outside.pop(rid, None)
-        slots = int(slots_checked(answer.checked_PN for _, answer in answers)[0])
+        (slots,) = slots_checked(answer.checked for _, answer in answers)
         return ArrivalVerdict(reason="" if verdict is None else verdict.reason, slots=slots)
 
     def heard(self, finding: HandoffFinding) -> None:

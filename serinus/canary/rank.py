@@ -214,14 +214,12 @@ class CanaryRank:
         self._log_statistics()
         return (*findings, *self._new_injections())
 
-    def checked(self, mark: CanaryMark | None = None) -> NDArray[np.int64] | None:
+    def checked(self, mark: CanaryMark | None = None) -> list[list[int]] | None:
         """Slots that the last pass, or that of a mark, verified of each of its sequences, in its order, counted as they
         were verified (by_part). None: nothing is checked. Waits as `found`."""
-        if not self._is_started:
-            return None
-        count = len(self._passes[-1][1]) if mark is None else len(mark.rids)
-        counts = {part: lanes.counts.mark(count) for part, lanes in self.parts.items()} if mark is None else mark.counts
-        return by_part({part: marked.by_sequence() for part, marked in counts.items()}, count)
+        if mark is None:
+            mark = self.mark()
+        return None if mark is None else by_part({part: marked.by_sequence() for part, marked in mark.counts.items()})
 
     # ---- commands -----------------------------------------------------------------------------------------------
 
@@ -239,8 +237,8 @@ class CanaryRank:
             case SweepSlots():
                 self._sweep(command)
             case CheckRows():
-                found, checked_PN = self._check_rows(command)
-                return (replace(self._answer(command.number, found), checked_PN=checked_PN),)
+                found, checked = self._check_rows(command)
+                return (replace(self._answer(command.number, found), checked=checked),)
             case CheckHost():
                 return (replace(self._answer(command.number, ()), sound=self._check_host(command)),)
             case TellCounts():
@@ -346,7 +344,7 @@ class CanaryRank:
         tokens = command.tokens.astype(np.int64)
         self._verify(lanes, StampLane.TAIL_K, slots, positions, previous, tokens, names, lanes.sweeping)
 
-    def _check_rows(self, command: CheckRows) -> tuple[list[Violation | RingOverflow], NDArray[np.int64]]:
+    def _check_rows(self, command: CheckRows) -> tuple[list[Violation | RingOverflow], list[list[int]]]:
         """What was found; and the slots that were verified of each row, as `checked` has them. Cost: one read of these
         pages, and some 10 ns a token for the chain hashes."""
         self._checking = tuple(row.rid for row in command.rows)
@@ -361,7 +359,7 @@ class CanaryRank:
                     self._check_span(lanes, span, row, chains, _ROWS + index, ring, counts[span.part])
         parts = self.parts.values()
         found = [each for lanes in parts for each in self._read(lanes, (lanes.arriving, lanes.ending))]
-        return found, by_part({part: each.cpu().numpy() for part, each in counts.items()}, len(command.rows))
+        return found, by_part({part: each.flatten().tolist() for part, each in counts.items()})
 
     def _check_host(self, command: CheckHost) -> tuple[int, ...]:
         """Cost: one read of these pages."""

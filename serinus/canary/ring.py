@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 from serinus.core.parts import Part
 from serinus.kernels import RING_FIELDS, StampLane, carry_words
 
-_COUNTS: Final = 1 + len(StampLane)
+_LANES: Final = len(StampLane)
+_COUNTS: Final = 1 + _LANES
 """Of a ring: its violations, and what was checked in each lane."""
 
 
@@ -40,29 +41,26 @@ class RingNews:
 class MarkedCounts:
     """The counts of several rings at one place in the order of the device's work: on their way to the host."""
 
-    def __init__(self, words_W: NDArray[np.int64], due: Sequence[int], copied: Any = None) -> None:
-        """`words_W`: counts of rings, behind them those by sequence; there when the event `copied` is, None: now."""
+    def __init__(self, words: list[int] | Tensor, due: Sequence[int], copied: Any = None) -> None:
+        """`words`: counts of rings, behind them those by sequence; a tensor is there when the event `copied` is."""
         self.due = due
         """Slots that had to be checked by then, by ring."""
-        self._words_W, self._copied = words_W, copied
+        self._words, self._copied = words, copied
 
-    def of(self, ring: int) -> list[int]:
-        """The counts of a ring. Waits until the device has come to that place."""
-        row: list[int] = self._words()[ring * _COUNTS : (ring + 1) * _COUNTS].tolist()
-        return row
+    def by_sequence(self) -> list[int]:
+        """What that pass checked of one sequence after the other, by lane. Waits as `words`."""
+        return self.words()[len(self.due) * _COUNTS :]
 
-    def by_sequence(self) -> NDArray[np.int64]:
-        """What that pass checked, by sequence and lane. Waits likewise."""
-        return self._words()[len(self.due) * _COUNTS :].reshape(-1, len(StampLane))
-
-    def _words(self) -> NDArray[np.int64]:
-        if self._copied is not None:
+    def words(self) -> list[int]:
+        """Of each ring its violations, then what was checked, by lane. Waits until the device has come to that
+        place."""
+        if not isinstance(self._words, list):
             self._copied.synchronize()
-            self._copied = None
-        return self._words_W
+            self._words = cast(list[int], self._words.tolist())
+        return self._words
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CanaryMark:
     """What was checked up to one place in the order of the device's work."""
 
@@ -80,52 +78,53 @@ class RingCounts:
 
     def __init__(self, device: str, rings: int, sequences: int = 0) -> None:
         """`sequences`: of one pass at most, for which is counted what it checks of each."""
-        size = rings * _COUNTS
-        self._words_W = torch.zeros(size + sequences * len(StampLane), dtype=torch.int64, device=device)
+        self._size = size = rings * _COUNTS
+        self._words_W = torch.zeros(size + sequences * _LANES, dtype=torch.int64, device=device)
         self.counts_RC: Tensor = self._words_W[:size].view(rings, _COUNTS)
         """Of each ring its violations, then what was checked, by lane."""
-        self.by_sequence_N4: Tensor = self._words_W[size:].view(sequences, len(StampLane))
+        self.by_sequence_N4: Tensor = self._words_W[size:].view(sequences, _LANES)
         """Of each sequence of a pass what was checked, by lane."""
         self._here: NDArray[np.int64] | None = None if self._words_W.is_cuda else self._words_W.numpy()
         self._latest: MarkedCounts | None = None
         """Of the last reading without a mark."""
-        self.rings: dict[int, Ring] = {}
-        """The rings themselves, by number."""
+        self.rings: list[Ring] = []
+        """The rings themselves, in their order."""
 
     def mark(self, sequences: int = 0) -> MarkedCounts:
         """The counts as they will be when the device has done what is queued now, the last pass of which is of so many
         sequences. Does not wait."""
-        rings = len(self.counts_RC)
-        end, due = rings * _COUNTS + sequences * len(StampLane), [self.rings[index].due for index in range(rings)]
+        end, due = self._size + sequences * _LANES, [ring.due for ring in self.rings]
         if self._here is not None:
-            return MarkedCounts(self._here[:end].copy(), due)
+            return MarkedCounts(self._here[:end].tolist(), due)
         words_W = torch.empty(end, dtype=torch.int64, pin_memory=True)
         carry_words(words_W, self._words_W[:end])
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
-        return MarkedCounts(words_W.numpy(), due, copied)
+        return MarkedCounts(words_W, due, copied)
 
     def expire(self) -> None:
         """More was queued, or done: the next reading copies anew."""
         self._latest = None
 
-    def of(self, ring: int) -> list[int]:
-        """The counts of a ring, of the last copy; where that expired it waits for a new one."""
+    def latest(self) -> MarkedCounts:
+        """The last copy; where that expired, a new one."""
         if self._latest is None:
             self._latest = self.mark()
-        return self._latest.of(ring)
+        return self._latest
 
 
 class Ring:
     """A fixed number of rows on the device, a count that never goes back, and counts of what was checked."""
 
     def __init__(
-        self, rows: int, counts: RingCounts, index: int, lanes: Sequence[StampLane] = tuple(StampLane), *,
+        self, rows: int, counts: RingCounts, lanes: Sequence[StampLane] = tuple(StampLane), *,
         by_sequence: bool = False,
     ) -> None:  # fmt: skip
-        """`counts`: of which number `index` is that of this ring. `lanes`: those in which every slot that is due is
+        """`counts`: those of which the next ones are of this ring. `lanes`: those in which every slot that is due is
         checked. `by_sequence`: what a pass checks is counted by sequence too."""
-        own_C = counts.counts_RC[index]
+        self._counts, self._index = counts, len(counts.rings)
+        counts.rings.append(self)
+        own_C = counts.counts_RC[self._index]
         self.rows_QF: Tensor = torch.zeros((rows, RING_FIELDS), dtype=torch.int64, device=own_C.device)
         self.count_1, self.checked_L = own_C[:1], own_C[1:]
         self.tensors: tuple[Tensor, ...] = (self.rows_QF, self.count_1, self.checked_L)
@@ -135,8 +134,9 @@ class Ring:
         self.due = 0
         """Slots that had to be checked so far; the caller of the kernels adds them."""
         self.lanes = tuple(lanes)
-        self._counts, self._index = counts, index
-        counts.rings[index] = self
+        first = self._index * _COUNTS
+        self._words = first, *(first + 1 + lane for lane in lanes)
+        """Which words of a reading are its own: violations, and what was checked in these lanes."""
         self._read = 0
         self.told = 0
         """Those of them that the latest reading told of: later passes may be queued."""
@@ -153,9 +153,8 @@ class Ring:
         due = self.due if marked is None else marked.due[self._index]
         if due <= self.told:
             return None
-        counts = self._counts if marked is None else marked
-        count, *by_lane = counts.of(self._index)
-        checked = [by_lane[lane] for lane in self.lanes]
+        words = (self._counts.latest() if marked is None else marked).words()
+        count, *checked = [words[place] for place in self._words]
         if count == self._read and checked.count(due) == len(checked):
             self.told = due
             return None

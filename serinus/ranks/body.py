@@ -10,9 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from serinus.core.clock import Clock
 from serinus.core.errors import InvariantError, OutOfMemory
 from serinus.core.log import get_logger
@@ -64,7 +61,7 @@ class StepCanary(Protocol):
     def found(self) -> tuple[object, ...]:
         """What was not sound, in types that the codec lists."""
 
-    def checked(self) -> NDArray[np.int64] | None:
+    def checked(self) -> list[list[int]] | None:
         """How much of it was verified: CanaryRank.checked of the work of the plan. Called after `found`."""
 
 
@@ -173,7 +170,7 @@ class RankBody:
             canary.begin(plan)
         result, failed = self._computed(plan)
         findings = canary.found() if canary is not None else ()
-        checked_PN = canary.checked() if canary is not None and not failed else None
+        checked = canary.checked() if canary is not None and not failed else None
         seconds, wait_seconds = self._clock.now() - begun, self._waited() - waited
         self.steps += 1
         if self._untold is not None:
@@ -181,7 +178,7 @@ class RankBody:
             wait_seconds += self._untold.wait_seconds
         done = StepDone(
             step=plan.step, result=result, seconds=seconds, wait_seconds=wait_seconds, failed=failed,
-            findings=findings, checked_PN=checked_PN,
+            findings=findings, checked=checked,
         )  # fmt: skip
         if result is None and not failed and canary is None and self.steps % _TELL_STEPS:
             self._untold = done

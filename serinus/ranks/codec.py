@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from serinus.canary import CANARY_COMMANDS, CanaryAnswer, HostFindings, RingOverflow, Violation
 from serinus.canary.perturb import Injection
@@ -69,13 +67,13 @@ class _Done(msgspec.Struct, frozen=True, array_like=True):
     wait_seconds: float
     failed: str
     findings: tuple[Item, ...]
-    checked_PN: NDArray[np.int64] | None
+    checked: list[list[int]] | None
 
 
 def _pack_done(done: StepDone, writer: ObjectWriter) -> _Done:
     result = None if done.result is None else pack_result(done.result)
     findings = tuple(writer.item(finding) for finding in done.findings)
-    return _Done(done.step, result, done.seconds, done.wait_seconds, done.failed, findings, done.checked_PN)
+    return _Done(done.step, result, done.seconds, done.wait_seconds, done.failed, findings, done.checked)
 
 
 def _unpack_done(done: _Done, reader: ObjectReader) -> StepDone:
@@ -86,7 +84,7 @@ def _unpack_done(done: _Done, reader: ObjectReader) -> StepDone:
         wait_seconds=done.wait_seconds,
         failed=done.failed,
         findings=tuple(reader.item(name, data, FINDINGS) for name, data in done.findings),
-        checked_PN=done.checked_PN,
+        checked=done.checked,
     )
 
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from serinus.core.plan import StepPlan, StepResult
 
 
@@ -40,7 +37,7 @@ class StepDone:
     """Why the step was not computed, where there was no memory for it: its requests fail."""
     findings: tuple[object, ...] = ()
     """What the rank's canary found, in types that codec.py lists."""
-    checked_PN: NDArray[np.int64] | None = None
+    checked: list[list[int]] | None = None
     """Slots that it verified of each work of the plan, as CanaryRank.checked has them; None = it has no canary, or the
     step failed."""
 

@@ -272,7 +272,7 @@ class LeaderLine:
             raise InvariantError(f"ranks: rank {name} ended step {step.step} without a result, expected one")
         failed = done.failed or next((each.failed for each in step.done.values() if each.failed), "")
         findings = tuple((rank, found) for rank, done in sorted(step.done.items()) for found in done.findings)
-        checked = slots_checked(each.checked_PN for each in step.done.values()).tolist()
+        checked = slots_checked(each.checked for each in step.done.values())
         return FinishedStep(step=step.step, result=result, failed=failed, findings=findings, checked=checked)
 
     def wait_any(self, others: Sequence[ZmqChannel], wait_s: float) -> None:

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from serinus.canary import CanaryMark, CanaryRank, Finding, RingOverflow
 from serinus.core.errors import InvariantError, OutOfMemory
@@ -91,10 +90,12 @@ class StepsAhead:
         """What was not sound, up to the step that was run last. Waits for nothing more than its tokens did."""
         return () if self._canary is None else self._canary.found(self._mark)
 
-    def checked(self) -> NDArray[np.int64] | None:
+    def checked(self) -> list[list[int]] | None:
         """How much was verified of each work of the step that was run last."""
-        checked_PN = None if self._canary is None else self._canary.checked(self._mark)
-        return checked_PN if checked_PN is None or self._places is None else checked_PN[:, self._places]
+        checked, places = None if self._canary is None else self._canary.checked(self._mark), self._places
+        if checked is None or places is None:
+            return checked
+        return [[slots[place] for place in places] if slots else slots for slots in checked]
 
     # ---- the runner ---------------------------------------------------------------------------------------------
 

@@ -62,13 +62,10 @@ class Rank:
             found, self.swept = self.swept, ()
         if not number:
             return None
-        checked_PN = None
+        checked = None
         if isinstance(command, CheckRows):
-            checked_PN = np.full((len(Part), len(command.rows)), -1, np.int64)
-            checked_PN[Part.FULL] = self.checked
-        return CanaryAnswer(
-            number=number, violations=found, slots_due=4, slots_checked=4, checked_PN=checked_PN
-        )  # fmt: skip
+            checked = [[self.checked] * len(command.rows) if part is Part.FULL else [] for part in Part]
+        return CanaryAnswer(number=number, violations=found, slots_due=4, slots_checked=4, checked=checked)
 
 
 def line_to(count: int = 1) -> AnsweringLine:

@@ -19,7 +19,7 @@ def note(ring: Ring, name: int, checked: int = 4) -> None:
 
 def test_a_mark_tells_what_was_noted_before_it_and_nothing_later() -> None:
     counts = RingCounts("cpu", 1)
-    ring = Ring(8, counts, 0)
+    ring = Ring(8, counts)
     note(ring, 11)
     first = counts.mark()
     note(ring, 22)
@@ -38,7 +38,7 @@ def test_a_mark_tells_what_was_noted_before_it_and_nothing_later() -> None:
 
 def test_a_mark_of_a_pass_that_was_read_with_a_later_one_tells_nothing_twice() -> None:
     counts = RingCounts("cpu", 1)
-    ring = Ring(8, counts, 0)
+    ring = Ring(8, counts)
     note(ring, 11)
     mark = counts.mark()
     note(ring, 22)
@@ -50,7 +50,7 @@ def test_a_mark_of_a_pass_that_was_read_with_a_later_one_tells_nothing_twice() -
 
 def test_a_slot_that_was_due_and_not_checked_is_seen_at_its_mark() -> None:
     counts = RingCounts("cpu", 1)
-    ring = Ring(8, counts, 0)
+    ring = Ring(8, counts)
     ring.due += 4
     mark = counts.mark()
     note(ring, 22)
@@ -61,7 +61,7 @@ def test_a_slot_that_was_due_and_not_checked_is_seen_at_its_mark() -> None:
 
 def test_rows_that_a_later_pass_took_are_told_as_lost() -> None:
     counts = RingCounts("cpu", 1)
-    ring = Ring(2, counts, 0)
+    ring = Ring(2, counts)
     note(ring, 11)
     note(ring, 22)
     mark = counts.mark()
@@ -77,9 +77,9 @@ def test_rows_that_a_later_pass_took_are_told_as_lost() -> None:
 def test_a_mark_keeps_what_its_pass_checked_of_each_sequence() -> None:
     counts = RingCounts("cpu", 2, 3)
     for index in range(2):
-        Ring(8, counts, index, by_sequence=not index)
+        Ring(8, counts, by_sequence=not index)
     counts.by_sequence_N4[:] = torch.arange(12).view(3, 4)
     mark = counts.mark(2)
     counts.by_sequence_N4.fill_(9)
-    assert mark.by_sequence().tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert counts.mark(1).by_sequence().tolist() == [[9] * 4]
+    assert mark.by_sequence() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert counts.mark(1).by_sequence() == [9] * 4
