@@ -4,8 +4,9 @@
 any N steps of the request, by the position that it computes; where the leader says so (SeqWork.whole) all of them at
 once. Which pages that are in a step is worked out by `canary_due`.
 
-On a GPU the turns of neighbouring pages come together (`turn_size`): attention there digests a block of positions or
-none of it, and of four pages in a block one that is due would cost as much as all.
+The turns of neighbouring pages come together (`turn_size`): attention on a GPU digests a block of positions or none of
+it, so that of four pages in a block one that is due would cost as much as all; on a CPU it fetches the factors of a
+layer anew for pages that lie apart.
 """
 
 from __future__ import annotations
@@ -16,19 +17,18 @@ from struct import Struct
 from typing import Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from serinus.kernels import DuePages
 
 Counts = NDArray[np.int64]
 _BLOCK: Final = 64
-"""Positions that attention reads at a time on a GPU (kernels/triton/decode_attention.py)."""
+"""Positions that attention reads at a time (kernels/*/decode_attention.py)."""
 
 
-def turn_size(page_size: int, device: torch.device) -> int:
+def turn_size(page_size: int) -> int:
     """Positions whose turn comes in one step, whole pages: what `due_pages` and a watch take for their page size."""
-    return page_size if device.type == "cpu" else page_size * max(1, _BLOCK // page_size)
+    return page_size * max(1, _BLOCK // page_size)
 
 
 def due_pages(
@@ -46,7 +46,7 @@ def due_pages(
         behind = (low + 1 >= high) | ((high - (low + 1) // page_size) % strides == 0)  # and that of the slot behind it
         leaves = (high > low) & (high - low == window - 1) & ~(own & behind)
         if leaves.any():
-            last, own, behind = reads_6B[:, leaves], own[leaves], behind[leaves]
+            last, own, behind = np.ascontiguousarray(reads_6B[:, leaves]), own[leaves], behind[leaves]
             last[3], last[4] = last[2] + 2 - behind, 1
             before = canary_due(last, page_size)
             before.columns_7B[4] += own  # begins with the slot behind: attention digests no position for two columns

@@ -111,7 +111,7 @@ def lanes_of(
     written = table.twin()
     watch = kernels.canary_watch(
         kernels, table.table, written.table, pool.stamps_LS4, pool.layers, coefficients, running.tensors,
-        stored.tensors, turn := turn_size(settings.page_size, table.table.device),
+        stored.tensors, turn := turn_size(settings.page_size),
     )  # fmt: skip
     return PartLanes(
         part=part,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-import torch
-
 from serinus.cache import CacheGeometry, PartGeometry, PrefixCache
 from serinus.canary.coverage import turn_size
 from serinus.core.clock import Clock
@@ -88,7 +86,7 @@ def sched_settings(parts: RankParts, depth: int, eos_ids: tuple[int, ...]) -> Sc
         raises=config.canary.kv_canary == "raise",
         heals=config.canary.kv_canary == "heal",
         confirms_streams=config.canary.kv_canary_stream == "confirmed",
-        turn_size=turn_size(pool.page_size, torch.device(pool.device)),
+        turn_size=turn_size(pool.page_size),
         verify_steps=0 if config.canary.kv_canary == "none" else coverage_stride(config.canary.kv_canary_coverage),
     )
 

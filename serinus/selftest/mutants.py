@@ -204,7 +204,7 @@ def _residue_skipped() -> Iterator[None]:
 
         def skipping(due: Any, reads: Any, page_size: int) -> Any:
             ends, strides = reads[3:5]
-            kept = (strides == 1) | (ends % strides != strides - 1)
+            kept = (strides == 1) | (ends % strides != 0)
             bound_5B = due(reads, page_size).bound_5B.copy()
             return due(np.ascontiguousarray(reads[:, kept]), page_size)._replace(bound_5B=bound_5B)
 

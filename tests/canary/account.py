@@ -70,9 +70,10 @@ class Account:
                 if work.rid in runs:
                     pages = [self.page(work.rid, part, at) for at in range(low, high)]
                     self.reads[work.rid].append(_Read(self.step, work.start, part, low, pages))
+            turn = self.canary.parts[part].turn_size
             for column in checks.due[part].columns_7B.T.tolist():
                 rid = checks.rids[column[0] - checks.first_sequence]
-                for at in entries_of(column, 0, 1 << 30, self.page_size)[0].tolist() if rid in runs else ():
+                for at in entries_of(column, 0, 1 << 30, turn)[0].tolist() if rid in runs else ():
                     before = self.page(rid, part, at - 1) if at > column[2] else None  # what is before it is not read
                     self._note(rid, (part, at, self.page(rid, part, at)), before)
 

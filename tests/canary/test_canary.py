@@ -82,8 +82,8 @@ def test_one_flipped_byte_is_reported_at_its_slot_and_nowhere_else(tmp_path: Pat
 
 @pytest.fixture(params=[1, 3], ids=["turns of a page", "turns of three pages"])
 def turns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU, and as on a GPU, where several pages have their turn together."""
-    monkeypatch.setattr("serinus.canary.lanes.turn_size", lambda page_size, device: page_size * request.param)
+    """Pages of 64 positions have a turn of their own; of smaller ones several have it together."""
+    monkeypatch.setattr("serinus.canary.lanes.turn_size", lambda page_size: page_size * request.param)
 
 
 @pytest.mark.usefixtures("turns")

@@ -240,8 +240,8 @@ def test_a_fault_of_one_slice_is_healed_where_slices_overlap(serve: Any) -> None
 
 @pytest.mark.slow
 def test_receipts_have_what_is_due_where_pages_have_their_turn_together(serve: Any, monkeypatch: Any) -> None:
-    """As on a GPU, where attention reads 64 positions at a time: `run` holds each receipt against what was verified."""
+    """Attention reads 64 positions at a time: `run` holds each receipt against what was verified."""
     for name in ("serinus.canary.lanes.turn_size", "serinus.engine.planning.turn_size"):
-        monkeypatch.setattr(name, lambda page_size, device: 3 * page_size)
+        monkeypatch.setattr(name, lambda page_size: 3 * page_size)
     for seed in range(4):
         assert run(serve(overlaps=seed % 2 == 0, **CANARIES["rotating"]), requests_of(seed, plain=False)).tokens
