@@ -317,7 +317,7 @@ def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, kin
                                 factors = w[0] + (kv * a[9] + head) * (lanes * 8)
                                 absorb_16_rows(
                                     pool + head_at, rows_at.ctypes.data + p * 8, factors, parts.ctypes.data,
-                                    digest_blocks,
+                                    0, 0, digest_blocks, 0,
                                 )  # fmt: skip
                                 fold_16_sums(
                                     parts.ctypes.data, w[1] + (kv * a[9] + head) * 8, found.ctypes.data

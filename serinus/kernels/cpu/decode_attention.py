@@ -106,7 +106,7 @@ def decode_body(
                 break
             row, context, token, head, head_end = units[u, 0], units[u, 1], units[u, 2], units[u, 3], units[u, 4]
             held = head_end - head
-            ahead = min(held, ahead_max)
+            ahead, further = min(held, ahead_max), min(held, ahead_max + 1)
             table = carray(at(a[4] + row * context_max * 4), context, np.int32)
             query = a[1] + token * heads * size * 2
             total[head * group * size : head_end * group * size] = np.float32(0)
@@ -142,9 +142,12 @@ def decode_body(
                             then_at + then * head_bytes, rows.ctypes.data + place * 8, size, group, kind,
                         )  # fmt: skip
                         if watched == PACKED and is_due:
+                            place, then_at, then = p, a[2], h + further
+                            if then >= head_end:
+                                place, then_at, then = first, pool, then - held
                             absorb_16_rows(
                                 a[2] + h * head_bytes, rows.ctypes.data + p * 8, a[13] + h * (lanes * 8),
-                                parts.ctypes.data, blocks,
+                                parts.ctypes.data, then_at + then * head_bytes, rows.ctypes.data + place * 8, blocks, 1,
                             )  # fmt: skip
                     if watched == PACKED and is_due:
                         fold_16_sums(parts.ctypes.data, bias.ctypes.data, found.ctypes.data)
@@ -180,9 +183,12 @@ def decode_body(
                             then_at + then * head_bytes, rows.ctypes.data + place * 8, size, group, kind,
                         )  # fmt: skip
                         if watched == PACKED and is_due:
+                            place, then_at, then = p, a[3], h + further
+                            if then >= head_end:
+                                place, then_at, then = first, pool, then - held
                             absorb_16_rows(
                                 a[3] + h * head_bytes, rows.ctypes.data + p * 8, a[13] + (kv_heads + h) * (lanes * 8),
-                                parts.ctypes.data, blocks,
+                                parts.ctypes.data, then_at + then * head_bytes, rows.ctypes.data + place * 8, blocks, 1,
                             )  # fmt: skip
                     if watched == PACKED and is_due:
                         fold_16_sums(parts.ctypes.data, bias.ctypes.data + 8, found.ctypes.data)

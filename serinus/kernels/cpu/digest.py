@@ -63,11 +63,14 @@ def digest_rows(builder: Any, rows: Any, factors: Any, others: Any, blocks: Any,
 
 
 @intrinsic()
-def absorb_16_rows(builder: Any, base: Any, rows: Any, packed: Any, sums: Any, BLOCKS: int) -> None:
+def absorb_16_rows(
+    builder: Any, base: Any, rows: Any, packed: Any, sums: Any, following: Any, next_rows: Any, BLOCKS: int, AHEAD: int
+) -> None:  # fmt: skip
     """Add the products of BLOCKS * BLOCK lanes of 16 rows to the sums of `fold_16_sums`.
 
     rows: 16 int64 offsets, in bytes, of the rows from `base`. packed: int16 [BLOCKS, 4, BLOCK], the signed low and high
-    halves of the first and of the second factor. sums: int32 [16 rows, 2, 16].
+    halves of the first and of the second factor. sums: int32 [16 rows, 2, 16]. following, next_rows: where AHEAD is 1,
+    the same of 16 rows of which as many lanes are prefetched, so that memory is never without a request meanwhile.
 
     A lane with its upper bit turned is a signed number, 2**15 less than the lane; its products with signed halves of a
     factor are those that a processor adds up in pairs, twice as many at a time as whole products.
@@ -77,6 +80,10 @@ def absorb_16_rows(builder: Any, base: Any, rows: Any, packed: Any, sums: Any, B
     with cgutils.for_range(builder, I64(LANES // ROWS), intp=I64) as loop:
         first = builder.mul(loop.index, I64(ROWS * 8))
         spots = [builder.add(base, _load(builder, builder.add(rows, first), 8 * r, I64, 8)) for r in range(ROWS)]
+        for r in range(ROWS * AHEAD):
+            spot = builder.add(following, _load(builder, builder.add(next_rows, first), 8 * r, I64, 8))
+            for line in range(BLOCKS):
+                prefetch(builder, shifted(builder, spot, line * 2 * BLOCK), 0)
         begin = builder.add(sums, builder.mul(loop.index, I64(ROWS * 2 * 64)))
         lanes = [
             [builder.xor(_load(builder, spot, i * 2 * BLOCK, _SHORTS, 2), turned) for i in range(BLOCKS)]
