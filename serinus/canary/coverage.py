@@ -46,7 +46,7 @@ def due_pages(
         behind = (low + 1 >= high) | ((high - (low + 1) // page_size) % strides == 0)  # and that of the slot behind it
         leaves = (high > low) & (high - low == window - 1) & ~(own & behind)
         if leaves.any():
-            last, own, behind = np.ascontiguousarray(reads_6B[:, leaves]), own[leaves], behind[leaves]
+            last, own, behind = reads_6B[:, leaves], own[leaves], behind[leaves]
             last[3], last[4] = last[2] + 2 - behind, 1
             before = canary_due(last, page_size)
             before.columns_7B[4] += own  # begins with the slot behind: attention digests no position for two columns

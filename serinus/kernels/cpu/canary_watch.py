@@ -202,8 +202,7 @@ class _CpuWatch:
         arguments.lane = self._bind.lane = lane
         arguments.digests = arguments.cuts = 0
         if self.entry_count and lane >= _TAIL and pools is not None and self._reads is not None:
-            if self._taken < pools.layer_count:
-                self._leave(pools.layer_count, self._all)
+            self._leave(pools.layer_count, self._all)
             if self._left:
                 self._digest_left(pools)
             if self._has_digests:

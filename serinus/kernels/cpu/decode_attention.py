@@ -25,7 +25,7 @@ import torch
 from serinus.kernels.cpu.body import VERSION, Body, compile_body
 from serinus.kernels.cpu.digest import BLOCK, ROWS, absorb_16_rows, fold_16_sums
 from serinus.kernels.cpu.fp8 import BF16, bytes_of
-from serinus.kernels.cpu.scalar import at, cap_score, carray, fetch_add, host_has, narrow
+from serinus.kernels.cpu.scalar import at, cap_score, carray, fetch_add, host_has, inlined, narrow
 from serinus.kernels.cpu.vector import add_rows, begin_shares, dots_16, take_shares
 from serinus.kernels.cpu.watching import (
     PACKED,
@@ -57,6 +57,14 @@ def serves(head_size: int, group: int, dtype: torch.dtype) -> bool:
     return (
         dtype == torch.bfloat16 and head_size % 32 == 0 and head_size <= 256 and group <= 8 and host_has("avx512bf16")
     )
+
+
+@inlined(fastmath=set())
+def _ahead(head: Any, head_end: Any, held: Any, place: Any, pool: Any, next_place: Any, next_pool: Any) -> Any:
+    """Which rows are prefetched, of which pool and head: behind the last head it is the first of what comes next."""
+    if head < head_end:
+        return place, pool, head
+    return next_place, next_pool, head - held
 
 
 @cache
@@ -133,18 +141,14 @@ def decode_body(
                     is_due = some_due and any_due(entries, p)
                     pool, first = (a[2], p + _GROUP) if p + _GROUP < count else (a[3], 0)
                     for h in range(head, head_end):
-                        place, then_at, then = p, a[2], h + ahead
-                        if then >= head_end:
-                            place, then_at, then = first, pool, then - held
+                        place, then_at, then = _ahead(h + ahead, head_end, held, p, a[2], first, pool)
                         dots_16(
                             query + h * (group * size * 2), a[2] + h * head_bytes, rows.ctypes.data + p * 8, scale,
                             score.ctypes.data + (h * (group * _BLOCK) + p) * 4, _BLOCK,
                             then_at + then * head_bytes, rows.ctypes.data + place * 8, size, group, kind,
                         )  # fmt: skip
                         if watched == PACKED and is_due:
-                            place, then_at, then = p, a[2], h + further
-                            if then >= head_end:
-                                place, then_at, then = first, pool, then - held
+                            place, then_at, then = _ahead(h + further, head_end, held, p, a[2], first, pool)
                             absorb_16_rows(
                                 a[2] + h * head_bytes, rows.ctypes.data + p * 8, a[13] + h * (lanes * 8),
                                 parts.ctypes.data, then_at + then * head_bytes, rows.ctypes.data + place * 8, blocks, 1,
@@ -173,9 +177,7 @@ def decode_body(
                     is_due = some_due and any_due(entries, p)
                     pool, first = (a[3], p + _GROUP) if p + _GROUP < count else (a[2], _BLOCK)
                     for h in range(head, head_end):
-                        place, then_at, then = p, a[3], h + ahead
-                        if then >= head_end:
-                            place, then_at, then = first, pool, then - held
+                        place, then_at, then = _ahead(h + ahead, head_end, held, p, a[3], first, pool)
                         add_rows(
                             a[3] + h * head_bytes, rows.ctypes.data + p * 8, min(_GROUP, count - p),
                             score.ctypes.data + (h * (group * _BLOCK) + p) * 4, _BLOCK,
@@ -183,9 +185,7 @@ def decode_body(
                             then_at + then * head_bytes, rows.ctypes.data + place * 8, size, group, kind,
                         )  # fmt: skip
                         if watched == PACKED and is_due:
-                            place, then_at, then = p, a[3], h + further
-                            if then >= head_end:
-                                place, then_at, then = first, pool, then - held
+                            place, then_at, then = _ahead(h + further, head_end, held, p, a[3], first, pool)
                             absorb_16_rows(
                                 a[3] + h * head_bytes, rows.ctypes.data + p * 8, a[13] + (kv_heads + h) * (lanes * 8),
                                 parts.ctypes.data, then_at + then * head_bytes, rows.ctypes.data + place * 8, blocks, 1,
