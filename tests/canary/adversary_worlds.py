@@ -24,7 +24,7 @@ from serinus.core.private_folder import PrivateFolder
 from serinus.core.request import FinishReason, Usage
 from serinus.engine import build_engine
 from serinus.engine.built import Built
-from serinus.models import TOY_ARCHITECTURE, ModelSpec, make_checkpoint
+from serinus.models import TOY_ARCHITECTURE, ModelSpec, load_spec, make_checkpoint
 from serinus.pd import ShmBackend
 from serinus.pool import DevicePool, HostPool, RequestTable
 from serinus.ranks.thread_ranks import ThreadRanks
@@ -393,7 +393,7 @@ def _names(checkpoint: Path, mode: str, coverage: str) -> dict[str, Any]:
     """Settings of a mode; `confirmed`: heal, with streams of verified tokens alone. Families compute in fp32 on every
     CPU, as transformers does for what is right."""
     of_mode = {"kv_canary": "heal", "kv_canary_stream": mode} if mode == "confirmed" else {"kv_canary": mode}
-    dtype = "float32" if checkpoint.name in _FAMILIES else "auto"
+    dtype = "auto" if load_spec(checkpoint).architecture == TOY_ARCHITECTURE else "float32"
     return {**_SETTINGS, **of_mode, "kv_canary_coverage": coverage, "dtype": dtype}
 
 
