@@ -31,7 +31,7 @@ from serinus.kernels.triton.contiguous_attention import (
     head_parts,
 )
 from serinus.kernels.triton.decode_attention import capped, dot, head_block, load_rows, load_slots
-from serinus.kernels.triton.pool_rows import row_starts
+from serinus.kernels.triton.pool_rows import owner_of, row_starts
 
 _LOG2_E = 1.4426950408889634
 _ROWS = 128
@@ -113,11 +113,7 @@ def _chunk(
     TILE: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     h, tile = tl.program_id(0), tiles - 1 - tl.program_id(1)
-    b, behind = tile * 0, tile * 0 + batch
-    while b + 1 < behind:
-        middle = (b + behind) // 2
-        is_mine = tl.load(starts + middle).to(tl.int32) // TILE + middle <= tile
-        b, behind = tl.where(is_mine, middle, b), tl.where(is_mine, behind, middle)
+    b = owner_of(starts, tile, 0, batch, 1, TILE, NUMBERED=True)
     start = tl.load(starts + b).to(tl.int32)
     count = tl.load(starts + b + 1).to(tl.int32) - start
     first = (tile - start // TILE - b) * TILE

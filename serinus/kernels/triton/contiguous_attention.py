@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from serinus.kernels.batch import CHUNK_ROWS, AttentionBatch, HostChunk
 from serinus.kernels.pool_rows import page_gap, slot_count
 from serinus.kernels.triton.decode_attention import dot, head_block, load_slots
-from serinus.kernels.triton.pool_rows import row_starts
+from serinus.kernels.triton.pool_rows import owner_of, row_starts
 
 __all__ = ["ChunkCut", "ChunkGroup", "aligned", "attend_contiguous", "chunk_groups", "gather_rows", "head_parts"]
 
@@ -180,11 +180,7 @@ def _gather(
     STRIDE: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     at, h = tl.program_id(0) * ROWS, tl.program_id(1)
-    b, behind = at * 0 + sequence, at * 0 + sequence + count
-    while b + 1 < behind:
-        middle = (b + behind) // 2
-        is_mine = tl.load(places + middle).to(tl.int32) - base <= at
-        b, behind = tl.where(is_mine, middle, b), tl.where(is_mine, behind, middle)
+    b = owner_of(places, base + at, sequence, count, 1, 1, NUMBERED=False)
     r, w = tl.arange(0, ROWS), tl.arange(0, WIDE)
     t = at - (tl.load(places + b).to(tl.int32) - base) + r
     context = tl.load(contexts + b).to(tl.int32)
@@ -225,11 +221,7 @@ def _contiguous(
     VALUE: tl.constexpr, VALUE_UP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile, h = before + tiles - 1 - tl.program_id(0), tl.program_id(1)
-    b, behind = tile * 0 + sequence, tile * 0 + sequence + count
-    while b + 1 < behind:
-        middle = (b + behind) // 2
-        is_mine = tl.load(starts + middle).to(tl.int32) // TILE + middle <= tile
-        b, behind = tl.where(is_mine, middle, b), tl.where(is_mine, behind, middle)
+    b = owner_of(starts, tile, sequence, count, 1, TILE, NUMBERED=True)
     start = tl.load(starts + b).to(tl.int32)
     tokens = tl.load(starts + b + 1).to(tl.int32) - start
     first = (tile - start // TILE - b) * TILE

@@ -37,7 +37,7 @@ from serinus.kernels.triton.contiguous_attention import (
     head_parts,
 )
 from serinus.kernels.triton.decode_attention import ROWS_LEAST, dot, head_block, load_rows, load_slots
-from serinus.kernels.triton.pool_rows import row_starts
+from serinus.kernels.triton.pool_rows import owner_of, row_starts
 from serinus.kernels.triton.watched_attention import digest_beside
 
 _LOG2_E = 1.4426950408889634
@@ -215,11 +215,7 @@ def _latent(
         b, first = tile // TILES, tile % TILES * PAIRS
     else:  # the longest contexts start first
         tile = tiles - 1 - tile
-        b, behind = tile * 0, tile * 0 + batch
-        while b + 1 < behind:
-            middle = (b + behind) // 2
-            is_mine = tl.load(starts + middle).to(tl.int32) * HEADS // PAIRS + middle <= tile
-            b, behind = tl.where(is_mine, middle, b), tl.where(is_mine, behind, middle)
+        b = owner_of(starts, tile, 0, batch, HEADS, PAIRS, NUMBERED=True)
         first = (tile - tl.load(starts + b).to(tl.int32) * HEADS // PAIRS - b) * PAIRS
     start = tl.load(starts + b).to(tl.int32)
     count = tl.load(starts + b + 1).to(tl.int32) - start
