@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from types import TracebackType
 
 from serinus.core.addresses import http_url
@@ -25,10 +26,12 @@ class Server:
     """`with Server("serve", path, "--port", "1234") as server: ...`; ends its whole process group at exit."""
 
     def __init__(
-        self, *arguments: str, port: int = 0, host: str = "127.0.0.1", ready: str = READY, timeout_s: float = 120.0
+        self, *arguments: str, port: int = 0, host: str = "127.0.0.1", ready: str = READY, timeout_s: float = 120.0,
+        env: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         """Start `python -m serinus ARGUMENTS --host HOST --port PORT` (a free one by default); ready when a line
-        matches. Of `up` prompts are handed over however small its model is, unless ARGUMENTS say otherwise."""
+        matches. Of `up` prompts are handed over however small its model is, unless ARGUMENTS say otherwise. `env`:
+        None = ours."""
         if arguments[:1] == ("up",) and "--disaggregation-local-gain" not in arguments:
             arguments = (*arguments, "--disaggregation-local-gain", "0")
         self.port = port or free_ports(1)[0]
@@ -46,6 +49,7 @@ class Server:
             text=True,
             errors="replace",
             start_new_session=True,
+            env=env,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -1,6 +1,7 @@
 """Faults on real processes: router, decode engine and prefill engine as one would run them, a bad network between them.
 
     python -m tests.e2e.chaos --rounds 200 --seed 1 --backend tcp
+    python -m tests.e2e.chaos --rounds 50 --backend cuda_ipc --gpus 0 1 --faults kill stop cut   (on GPUs)
 
 A round: requests with known answers, one fault in some phase of them, then calm. Every answer must be the right one or
 an error in words; afterwards all gauges are zero, every page is free or cached, and prompts are handed over again. No
@@ -28,6 +29,7 @@ from types import TracebackType
 
 import httpx
 
+from serinus.cli.up import gpu_env
 from serinus.core.free_ports import free_ports
 from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_toy
@@ -53,9 +55,11 @@ MINUTE_EVERY = 25
 class Cluster:
     """The three processes and the proxy. What dies stays dead until `heal`."""
 
-    def __init__(self, checkpoint: Path, backend: str, seed: int) -> None:
+    def __init__(self, checkpoint: Path, backend: str, seed: int, gpus: Sequence[int] = ()) -> None:
+        """`gpus`: of prefill and of decode; none = both on the CPU."""
         self.checkpoint = checkpoint
         self.backend = backend
+        self.gpus = dict(zip(("prefill", "decode"), gpus, strict=False))
         *ports, self.control = free_ports(4)
         self.ports = dict(zip(("prefill", "decode", "router"), ports, strict=True))
         self.proxy = FaultyProxy(f"127.0.0.1:{self.control}", seed=seed)
@@ -103,11 +107,13 @@ class Cluster:
             )
         words = ["serve", str(self.checkpoint), "--disaggregation-mode", name, *TIMES, *SIZES]
         words += ["--disaggregation-transfer-backend", self.backend]
+        words += ["--device", "cuda" if self.gpus else "cpu"]
         if name == "prefill":
             words += ["--disaggregation-bootstrap-port", str(self.control)]
         else:
             words += ["--disaggregation-prefill-addresses", f"tcp://{self.proxy.address}"]
-        return Server(*words, port=port)
+        seen = (self.gpus[name], *self.gpus.values()) if self.gpus else ()
+        return Server(*words, port=port, env=gpu_env(tuple(dict.fromkeys(seen)), os.environ))
 
     # ---- faults -----------------------------------------------------------------------------------------------
 
@@ -296,8 +302,13 @@ class Chaos:
         self.counts["connections cut"] += self.cluster.proxy.cut_count - cut
 
 
-def run(rounds: int, seed: int, backend: str) -> dict[str, object]:
-    """All rounds, with a progress bar on stderr; the result as plain data. Raises AssertionError at the first fault."""
+def run(
+    rounds: int, seed: int, backend: str, gpus: Sequence[int] = (), faults: Sequence[str] = ("",)
+) -> dict[str, object]:
+    """All rounds, with a progress bar on stderr; the result as plain data. Raises AssertionError at the first fault.
+
+    `gpus`: as of a Cluster; `faults`: how the names of those begin that are drawn from.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -306,12 +317,17 @@ def run(rounds: int, seed: int, backend: str) -> dict[str, object]:
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make_toy(Path(folder) / "toy", kv_heads=4, head_size=32, tokenizer=False)
-        with Cluster(checkpoint, backend, seed) as cluster, Progress(*columns, console=Console(stderr=True)) as bar:
+        with (
+            Cluster(checkpoint, backend, seed, gpus) as cluster,
+            Progress(*columns, console=Console(stderr=True)) as bar,
+        ):
             chaos = Chaos(cluster, seed)
             task = bar.add_task("", total=rounds)
             for number in range(rounds):
-                kinds = chaos.minutes if number % MINUTE_EVERY == MINUTE_EVERY - 1 else chaos.faults
-                fault, phase = rng.choice(list(kinds)), rng.choice(PHASES)
+                kinds = [kind for kind in chaos.faults if kind.startswith(tuple(faults))]
+                if number % MINUTE_EVERY == MINUTE_EVERY - 1:
+                    kinds = list(chaos.minutes)
+                fault, phase = rng.choice(kinds), rng.choice(PHASES)
                 bar.update(task, description=f"{fault}, {phase}")
                 try:
                     chaos.round(fault, phase)
@@ -322,16 +338,19 @@ def run(rounds: int, seed: int, backend: str) -> dict[str, object]:
                 bar.advance(task)
             counts = dict(sorted(chaos.counts.items()))
     seconds = round(time.monotonic() - begun)
-    return {"chaos": backend, "seed": seed, "rounds": rounds, "seconds": seconds, "counts": counts}
+    said = {"chaos": backend, "gpus": list(gpus), "seed": seed, "rounds": rounds}
+    return {**said, "seconds": seconds, "counts": counts}
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Faults on real processes")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--backend", choices=("tcp", "shm"), default="tcp")
+    parser.add_argument("--backend", choices=("tcp", "shm", "cuda_ipc"), default="tcp")
+    parser.add_argument("--gpus", type=int, nargs=2, default=(), help="of prefill and of decode; none = the CPU")
+    parser.add_argument("--faults", nargs="+", default=("",), choices=("", "kill", "stop", "cut"), help="only these")
     args = parser.parse_args(words)
-    print(json.dumps(run(args.rounds, args.seed, args.backend)))
+    print(json.dumps(run(args.rounds, args.seed, args.backend, args.gpus, args.faults)))
 
 
 if __name__ == "__main__":
