@@ -196,3 +196,32 @@ def test_two_ranks_give_the_tokens_of_one_gpu(family: str, tmp_path: Path) -> No
             ]
     alone = answers.pop((1, 1, None))
     assert [shape for shape, found in answers.items() if found != alone] == []
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("case", ["int8", "int4", "fp8", *[case for case in CASES if case.startswith("fp8")]])
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
+def test_two_ranks_share_quantized_weights(tmp_path: Path, family: str, case: str) -> None:
+    """In fp32, where products round nothing away, the tokens of one GPU; in bf16, where FP8 rounds the rows of prompts,
+    its log-probabilities but for rounding."""
+    sizes = {"hidden": 128, "intermediate": 256, "heads": 8, "kv_heads": 4} if family == "llama" else {}
+    path = make_checkpoint(tmp_path / "made", family, tokenizer=False, dtype="float32", **{**SIZES[family], **sizes})
+    is_made, method = case in CASES, "auto" if case in CASES else case
+    path = written(path, tmp_path, case)[0] if is_made else path
+    prompts = [{"prompt_token_ids": random_ids(seed, 300)} for seed in range(4)]
+    for dtype, params in (
+        ("float32", SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)),
+        ("bfloat16", SamplingParams(temperature=0, max_tokens=1, logprobs=1, ignore_eos=True)),
+    ):
+        tokens, likeliest = [], []
+        for ranks in (1, 2):
+            with LLM(
+                str(path), device="cuda", dtype=dtype, quantization=method, max_total_tokens=2048,
+                skip_tokenizer_init=True, chunked_prefill_size=256, tp_size=ranks, kv_canary="raise",
+                kv_canary_real_data="all",
+            ) as llm:  # fmt: skip
+                answers = llm.generate(prompts, params, use_tqdm=False)
+            tokens.append([out.outputs[0].token_ids for out in answers])
+            likeliest.append([out.outputs[0].logprobs[0].logprob for out in answers] if params.logprobs else [])
+        assert tokens[1] == tokens[0] or dtype == "bfloat16"
+        assert likeliest[1] == pytest.approx(likeliest[0], abs=0.2)
