@@ -31,8 +31,8 @@ TESTS = {
     "memory": "engine/test_gpu_memory.py",
 }  # fmt: skip
 _PROCESSES = {"shared": min(16, os.cpu_count() or 1)}
-"""Of a piece; one by default, which has the card to itself. These compile, or wait for servers, most of their time; each
-takes half a gigabyte of the card and more."""
+"""Of a piece; one by default, which has the card to itself. These compile, or wait for servers, most of their time, and
+each has half a gigabyte of the card and more."""
 BENCHMARKS = {
     "server": "gpu_server --rounds 2", "engine_64": "gpu_engine --batch 64 --canary none rotating:16",
     "canary": "gpu_canary", "handoff": "gpu_handoff", "tiers": "gpu_tiers --rounds 2",

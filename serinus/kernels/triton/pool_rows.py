@@ -1,5 +1,5 @@
-"""Where the rows of slots begin in a pool, for the kernels that read and write them (see `kernels.pool_rows`), and whose
-the tile of a program is."""
+"""Where the rows of slots begin in a pool, for the kernels that read and write them (see `kernels.pool_rows`), and of
+which sequence a tile is."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def row_starts(slot, gap, ROW: tl.constexpr, SLOTS: tl.constexpr):
 
 @_jit
 def owner_of(starts, at, first, count, EACH: tl.constexpr, TILE: tl.constexpr, NUMBERED: tl.constexpr):
-    """The last of `count` sequences, from `first` on, that begins at or before `at`. Sequence b begins at starts[b] * EACH
-    // TILE, and where tiles are NUMBERED b behind that, as no tile is of two sequences."""
+    """The last of `count` sequences, from `first` on, that begins at or before `at`. Sequence b begins at
+    starts[b] * EACH // TILE, and where tiles are NUMBERED b behind that, as no tile is of two sequences."""
     b, behind = at * 0 + first, at * 0 + first + count
     while b + 1 < behind:
         middle = (b + behind) // 2
