@@ -214,6 +214,14 @@ def kernels() -> Iterator[MachineCheck]:
     )
     for each in loaded:
         yield MachineCheck(what=f"kernels on {each.device}", seen=each.summary())
+    if cuda:
+        from serinus.kernels.triton.flash_attention import flash_attention
+
+        found = flash_attention(torch.device("cuda", torch.cuda.current_device())) is not None
+        yield MachineCheck(
+            what="prompts on cuda", seen="FlashAttention 3 (fa3-fwd)" if found else "own attention",
+            advice="" if found else "on a Hopper, with CUDA 13: pip install 'serinus[flash]'",
+        )  # fmt: skip
 
 
 def ports() -> Iterator[MachineCheck]:

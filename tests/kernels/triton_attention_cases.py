@@ -3,10 +3,12 @@ queries, windows, caps, head sizes and groups, and what is digested of their KV.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +18,7 @@ from serinus.kernels import FP8_FORMATS, AttentionBatch, LatentHeads, LayerDiges
 from serinus.kernels.fp8 import stored_as
 from serinus.kernels.packed import PackedFactors
 from serinus.kernels.triton import chunk_attention, contiguous_attention
+from serinus.kernels.triton.flash_attention import flash_attention
 from serinus.kernels.triton.latent_attention import expanded_groups
 
 from .conftest import make_paged
@@ -131,7 +134,8 @@ def paged_attention(seed: int, device: str) -> str:
 
 
 def long_chunks(seed: int, device: str) -> str:
-    """Chunks over keys and values that are copied out of their pages, all heads at once and some after the other."""
+    """Chunks over keys and values that are copied out of their pages, all heads at once and some after the other; by
+    FlashAttention 3 too, where it is installed."""
     rng = random.Random(seed)
     ref, fast = columns(device, "paged_attention")
     size, heads, group = rng.choice((64, 128)), rng.choice((1, 2)), rng.choice((1, 3, 4))
@@ -146,13 +150,17 @@ def long_chunks(seed: int, device: str) -> str:
     pools = page_first(rng, [stored_as(pool, stored).to(device) for pool in (paged.k_pool, paged.v_pool)], page)
     inputs = paged.q.to(device), *pools, paged.table.to(device), with_chunks(paged.batch, device), size**-0.5
     expected, wrong = ref.paged_attention(*inputs), ""
-    kept = chunk_attention._PAIRS, contiguous_attention._KEYS
-    chunk_attention._PAIRS = 32 * group
-    for contiguous_attention._KEYS in (kept[1], 1):
-        found = fast.paged_attention(*inputs)
-        wrong += far_apart("attention", found, expected)
-        wrong += "" if torch.equal(found, fast.paged_attention(*inputs)) else " other bits the second time"
-    chunk_attention._PAIRS, contiguous_attention._KEYS = kept
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_attention, "_PAIRS", 32 * group)
+        patch.setattr(chunk_attention, "_FLASH_PAIRS", 32 * group)
+        room = contiguous_attention._KEYS
+        ways = flash_attention, lambda device: None
+        for keys, flash in itertools.product((room, 1), ways if flash_attention(inputs[0].device) else ways[:1]):
+            patch.setattr(contiguous_attention, "_KEYS", keys)
+            patch.setattr(chunk_attention, "flash_attention", flash)
+            found = fast.paged_attention(*inputs)
+            wrong += far_apart("attention", found, expected)
+            wrong += "" if torch.equal(found, fast.paged_attention(*inputs)) else " other bits the second time"
     return wrong
 
 

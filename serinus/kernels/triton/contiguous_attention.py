@@ -136,16 +136,16 @@ def gather_rows(
 
 
 def attend_contiguous(
-    q_TNX: Tensor, k_HLP: Tensor, v_HLV: Tensor, shared_LO: Tensor | None, batch: AttentionBatch, group: ChunkGroup,
-    scale: float, out_TNV: Tensor, *, queries: int = 1, head: int = 0, cut: ChunkCut | None = None,
+    q_TNX: Tensor, k_HLP: Tensor, v_HLV: Tensor, batch: AttentionBatch, group: ChunkGroup, scale: float,
+    out_TNV: Tensor, *, queries: int = 1, head: int = 0, shared_LO: Tensor | None = None, cut: ChunkCut | None = None,
 ) -> None:  # fmt: skip
     """Attention of the sequences of a group into `out_TNV`; other tokens are left alone.
 
     Args:
         q_TNX: of all tokens of the step, X = P + O: a head's elements one behind the other.
         k_HLP, v_HLV: of some heads; rows begin at multiples of 16 bytes.
-        shared_LO: elements of keys that are the same for all heads, likewise.
         queries: heads of queries for each head of keys; head: the first of them.
+        shared_LO: elements of keys that are the same for all heads; rows as those of k.
         cut: None = by the table.
     """
     assert batch.chunks is not None, "kernels: a group of a batch whose chunks nobody knows"

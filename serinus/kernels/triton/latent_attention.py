@@ -148,7 +148,7 @@ def _expand(
         rows_HLR = latents_LR.expand(len(kv_HLX), -1, -1)
         torch.bmm(rows_HLR, heads.key_NPR[some].transpose(1, 2), out=k_HLP)
         torch.bmm(rows_HLR, heads.value_NRV[some], out=v_HLV)
-        attend_contiguous(q_TNX, k_HLP, v_HLV, shared_LO, batch, group, scale, out_TNV, head=some.start)
+        attend_contiguous(q_TNX, k_HLP, v_HLV, batch, group, scale, out_TNV, head=some.start, shared_LO=shared_LO)
 
 
 def _over_rows(
