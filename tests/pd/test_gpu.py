@@ -172,7 +172,7 @@ def test_engines_of_one_process_refuse_each_other_in_words() -> None:
         for each in store.regions
     ]  # fmt: skip
     owner.register(regions)
-    assert "one process" in owner.refusal([owner.endpoint], [reader.register(regions)])
+    assert "one process" in owner.refusal([owner.endpoint], [reader.register(regions)], [(0, 0)])
     with pytest.raises(TransferFailed, match="not connected"):
         reader.read("p", Part.FULL, np.array([1], np.int32), np.array([1], np.int32))
 
