@@ -46,7 +46,7 @@ class StampStore(Protocol):
         """Stamps of pages, [G, bytes of stamps]."""
 
     def write_stamps(self, pages: NDArray[np.integer], rows: NDArray[np.uint8]) -> None:
-        """The reverse."""
+        """The reverse: the KV of these pages stays."""
 
     def token_digests(
         self, pages: NDArray[np.integer], first_layer: int, coefficients_L22W: Tensor
@@ -60,7 +60,7 @@ class StampOutlet:
     def __init__(self, source: RankLayout, items: Sequence[Cut]) -> None:
         """`items`: the slices of one part."""
         self._size = source.page_size
-        self._others = [(item.part, _others(source, item)) for item in items]
+        self._others = [(item.part, _others(source, item, whole_rows=True)) for item in items]
 
     def cut(self, store: StampStore, pages: NDArray[np.int32]) -> NDArray[np.uint8]:
         """[slice][page][bytes of stamps]: what each slice adds to the stamps of the page it goes to.
@@ -169,8 +169,8 @@ class StampIntake:
         return found_GS2.view(np.uint64).reshape(-1, 2)[:, :halves]
 
 
-def _others(source: RankLayout, item: Cut) -> _Others | None:
-    """None = everything that is digested goes to the target."""
+def _others(source: RankLayout, item: Cut, *, whole_rows: bool = False) -> _Others | None:
+    """None = everything that is digested goes to the target. `whole_rows`: with all lanes, as a pool's digests are."""
     signature, shard = source.signature, source.shards[item.source_rank]
     if signature.stamp_data == "none":
         return None
@@ -185,7 +185,8 @@ def _others(source: RankLayout, item: Cut) -> _Others | None:
     layers, lanes = np.flatnonzero(factors.any((1, 2, 3))), np.flatnonzero(factors.any((0, 1, 2)))
     if not len(layers):
         return None
-    kept = np.ascontiguousarray(factors[layers[0] : layers[-1] + 1, ..., : lanes[-1] + 1])
+    end = None if whole_rows else lanes[-1] + 1
+    kept = np.ascontiguousarray(factors[layers[0] : layers[-1] + 1, ..., :end])
     return _Others(first_layer=int(layers[0]), coefficients_L22W=torch.from_numpy(kept))
 
 

@@ -223,8 +223,17 @@ class DevicePool:
         return part_GZ.numpy()
 
     def write_stamps(self, pages: NDArray[np.integer], rows: NDArray[np.uint8]) -> None:
-        """The reverse, behind what is queued on the current stream."""
-        self._kernels.scatter_pages(self._strips[-1][0], _ids(pages), self.spec.page_size, _tensor_of(rows))
+        """The reverse, queued behind what is queued on the current stream; nothing waits."""
+        rows_GZ = _tensor_of(rows)
+        if self.spec.device != "cpu":
+            rows_GZ = rows_GZ.pin_memory().to(self.spec.device, non_blocking=True)
+        self._kernels.scatter_pages(self._strips[-1][0], _ids(pages), self.spec.page_size, rows_GZ)
+
+    def warm_stamps(self) -> None:
+        """Make both ready, on the padding page; nothing where the pool keeps none."""
+        if self.spec.stamp_bytes:
+            padding = np.zeros(1, np.int64)
+            self.write_stamps(padding, self.read_stamps(padding))
 
     def token_digests(
         self, pages: NDArray[np.integer], first_layer: int, coefficients_L22W: Tensor

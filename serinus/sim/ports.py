@@ -226,19 +226,19 @@ class CheckedStore:
         self.pool.read_pages(pages, out)
 
     def read_stamps(self, pages: NDArray[np.integer]) -> NDArray[np.uint8]:
-        """See DevicePool."""
+        """The same of the pool, checked."""
         self.check_read(pages)
         return self.pool.read_stamps(pages)
 
     def write_stamps(self, pages: NDArray[np.integer], rows: NDArray[np.uint8]) -> None:
-        """See DevicePool."""
+        """The same of the pool, checked."""
         self.check_write(pages)
         self.pool.write_stamps(pages, rows)
 
     def token_digests(
         self, pages: NDArray[np.integer], first_layer: int, coefficients_L22W: torch.Tensor
     ) -> NDArray[np.uint64]:
-        """See DevicePool."""
+        """The same of the pool, checked."""
         return self.pool.token_digests(pages, first_layer, coefficients_L22W)
 
     def check_read(self, pages: NDArray[np.integer]) -> None:

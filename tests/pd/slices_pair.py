@@ -1,4 +1,4 @@
-"""Engines of several ranks over cuda_ipc, whose "GPUs" are memory of this process: real ports, page workers and pools,
+"""Engines of several ranks over cuda_ipc, on "GPUs" that are memory of this process: real ports, workers and pools,
 the reference kernels, and gathers that run when they are told to.
 """
 
@@ -130,7 +130,7 @@ class Engine:
         ranks = range(len(layout.shards))
         gpus = tuple(f"gpu-{rank}" for rank in range(8))
         self.libraries = [HostIpc(f"{number}.{rank}", gpus[rank], gpus) for rank in ranks]
-        self.pools = [{part: _pool(layout, rank, part, page_first) for part in layout.parts} for rank in ranks]
+        self.pools = [{part: make_pool(layout, rank, part, page_first) for part in layout.parts} for rank in ranks]
         self.backends = [CudaIpcBackend(library, shares=number == 0) for library in self.libraries]
         for library, pools in zip(self.libraries, self.pools, strict=True):
             library.regions = [
@@ -162,7 +162,8 @@ class Engine:
         return found
 
 
-def _pool(layout: RankLayout, rank: int, part: Part, page_first: bool) -> DevicePool:
+def make_pool(layout: RankLayout, rank: int, part: Part, page_first: bool) -> DevicePool:
+    """The pool of one rank's part."""
     shard, signature = layout.shards[rank], layout.signature
     spec = PoolSpec(
         layer_count=len(shard.part_layers[part]), kv_head_count=len(shard.heads), head_size=signature.head_size,
@@ -259,7 +260,5 @@ class SlicesPair:
         for result in results:
             if isinstance(result, AddPrefill):
                 self.orders.append(result)
-            elif isinstance(
-                result, (Landed, Recompute, Quarantine, QuarantineOver, PrefillDrained, AbortPrefill)
-            ):
+            elif isinstance(result, (Landed, Recompute, Quarantine, QuarantineOver, PrefillDrained, AbortPrefill)):
                 self.ends.append(result)

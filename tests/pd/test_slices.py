@@ -1,4 +1,4 @@
-"""Ranks of another layout read their own layers and heads of pages in place: what lands, and what is never committed."""
+"""Ranks of another layout read their own layers and heads of pages in place: what lands, what is never committed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from serinus.pd.backends import CudaIpcBackend, Region, rows_of, strips_between_
 from serinus.pd.layout import cut
 from serinus.pd.pages import TakeIn
 from serinus.pd.slices import slices
+from serinus.pd.stamps import StampIntake, StampOutlet
 from serinus.wire import Gone
 from tests.pd import test_stamps
-from tests.pd.slices_pair import END, HALF, PAGE_SIZE, TOKENS, HostIpc, SlicesPair, shaped
+from tests.pd.slices_pair import END, HALF, PAGE_SIZE, TOKENS, HostIpc, SlicesPair, make_pool, shaped
 
 SHAPES = {
     "TP2 to one": ({"tp": 2}, {}),
@@ -94,11 +95,14 @@ def check_empty(both: SlicesPair) -> None:
             assert stamps is None or not (stamps._kept or stamps._begun)
 
 
-@pytest.mark.parametrize("page_first", [(True, True), (False, True), (True, False)], ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+LAID = [(shape, laid) for shape in SHAPES for laid in ((True, True), (False, True), (True, False))]
+"""Whether the pages of prefill, and of decode, are one run each: where they go whole they are laid alike."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "page_first"), [case for case in LAID if case[0] != "TP2 each" or all(case[1])], ids=str
+)
 def test_every_rank_reads_its_own_layers_and_heads_in_place(shape: str, page_first: tuple[bool, bool]) -> None:
-    if shape == "TP2 each" and page_first != (True, True):
-        pytest.skip("pages go whole from pool to pool, which on GPUs are alike")
     both = pair(shape, page_first=page_first)
     both.begin()
     both.settle()
@@ -125,6 +129,29 @@ def test_stamps_come_with_the_message_and_hold_for_what_was_read(shape: str, bas
     check_landed(both)
 
 
+@pytest.mark.parametrize("data", ["partial", "all"])
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "TP2 each"])
+def test_stamps_that_the_owner_cuts_are_those_that_a_reader_of_whole_pages_would(shape: str, data: str) -> None:
+    """Of rows as wide as those of models, and of any bytes."""
+    base = msgspec.structs.replace(HALF, head_size=32, stamp_bytes=128, stamp_data=data)
+    ours, theirs = SHAPES[shape]
+    source, target = shaped(base, **ours), shaped(base, **theirs)
+    pages, rng = np.array([5, 2, 9], np.int32), np.random.default_rng(8)
+    pools = [make_pool(source, shard.rank, Part.FULL, True) for shard in source.shards]
+    for pool in pools:
+        pool.write_pages(pages, rng.integers(0, 256, (3, pool.page_bytes), dtype=np.uint8))
+    for shard in target.shards:
+        there, here = StampIntake(source, target), StampIntake(source, target)
+        here.expect("x")
+        out, joined = np.zeros((3, target.page_bytes(shard.rank, Part.FULL)), np.uint8), None
+        for item in (item for item in cut(source, target) if item.target_rank == shard.rank):
+            pool = pools[item.source_rank]
+            there.land("x", item, pool.read_pages(pages), 0, out, 0)
+            joined = here.join("x", Part.FULL, StampOutlet(source, [item]).cut(pool, pages)[0], 0)
+        assert joined is not None
+        assert np.array_equal(out[:, -PAGE_SIZE * 128 :], joined)
+
+
 STAMPED = msgspec.structs.replace(HALF, stamp_bytes=128, stamp_data="all")
 
 
@@ -145,7 +172,7 @@ def test_bytes_that_were_damaged_before_they_were_summed_show_at_their_stamp_and
 @pytest.mark.parametrize("stamps", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_pages_that_have_another_owner_when_they_are_read_are_found_by_their_sums(shape: str, stamps: bool) -> None:
-    """In one source rank, one row of one head: whoever takes it finds it."""
+    """In one source rank, one row of one head: each rank that takes it finds it."""
     for rank in range(len(shaped(**SHAPES[shape][0]).shards)):
         both = pair(shape, STAMPED if stamps else HALF)
         both.begin()
@@ -274,7 +301,9 @@ def test_each_rank_must_reach_the_ranks_that_it_reads_and_no_other(ours: Any, th
     assert leader.refusal(owners, enough, pairs) == ""
     for lost in wanted:
         reach = [(owner, reader) for owner, reader in wanted if (owner, reader) != lost]
-        blind = endpoints("d", target, lambda rank, reach=reach: tuple(f"p{o}" for o, reader in reach if reader == rank))
+        blind = endpoints(
+            "d", target, lambda rank, reach=reach: tuple(f"p{o}" for o, reader in reach if reader == rank)
+        )
         assert f"d{lost[1]} does not read memory of p{lost[0]}" in leader.refusal(owners, blind, pairs)
 
 

@@ -90,7 +90,7 @@ class PageRows:
     strip_count: int
     strip_step: int
     row_count: int
-    """Of a strip."""
+    """Of one strip of a page."""
     row_step: int
     row_bytes: int
 
