@@ -5,9 +5,9 @@ what handing a prompt over takes beside computing it. One JSON line each.
 
 Real ports, machines and pools of the shape of Qwen3-8B in two processes (handoff_pair.py). GB/s are bytes that were
 moved, each read once and written once: of the pull, with its sums, and in turns of a plain copy of as many bytes; one
-by one, and some under way at a time. `busy`: the other process keeps the card busy with matrix products; the two take
-turns on it. A handoff is from the request until all pages are confirmed; its share is of the first token of the same
-prompt from `LLM`.
+by one, and some under way at a time; of pulls of half the heads (rows of 1 KB), as ranks of unequal engines read.
+`busy`: the other process keeps the card busy with matrix products; the two take turns on it. A handoff is from the
+request until all pages are confirmed; its share is of the first token of the same prompt from `LLM`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from benchmarks.handoff_pair import CLOCK, Pair, Shape, prefill_process
 from benchmarks.report import emit
 from serinus.core.parts import Part
 from serinus.pd.backends import OpState
+from serinus.pd.slices import Slice
 
 MODEL = Shape(layers=36, heads=8, head_size=128, device="cuda")
 SCRIPT = ("-m", "benchmarks.gpu_handoff")
@@ -51,20 +52,38 @@ def seconds_of(job: Callable[[], object]) -> float:
     return CLOCK.now() - begin
 
 
-def puller(pair: Pair, count: int = 1) -> Callable[[], None]:
-    """So many reads of scattered pages into scattered pages, begun together, until all are said to be over."""
+def puller(pair: Pair, count: int = 1, between: tuple[Slice, Slice] | None = None) -> Callable[[], None]:
+    """So many reads of scattered pages into scattered pages, begun together, until all are said to be over; of slices
+    of them, where some are given."""
     backend: Any = pair.backends[0]
+    read = backend.read if between is None else partial(_read_slice, backend, between)
     (peer,) = backend._peers
     rng = np.random.default_rng(1)
     pages, sources = (rng.permutation(np.arange(1, PAGES + 1, dtype=np.int32))[:PULLED] for _ in range(2))
 
     def once() -> None:
-        for op in [backend.read(peer, Part.FULL, pages, sources, 1234567) for _ in range(count)]:
+        for op in [read(peer, Part.FULL, pages, sources, 1234567) for _ in range(count)]:
             while (result := backend.poll(op)).state is OpState.PENDING:
                 pass
             assert result.state is OpState.DONE
 
     return once
+
+
+def _read_slice(backend: Any, between: tuple[Slice, Slice], peer: str, part: Part, *rest: Any) -> int:
+    op: int = backend.read_slice(peer, part, between, *rest)
+    return op
+
+
+def half_heads() -> tuple[Slice, Slice]:
+    """The second half of the heads of every layer, as a rank of two reads it from an engine of one rank, put where it
+    lies in an engine of one rank."""
+    row = MODEL.heads * MODEL.head_size * 2
+    one = Slice(
+        strips=range(2 * MODEL.layers), strip_count=2 * MODEL.layers, tokens=MODEL.page_size, token_bytes=row,
+        start=row // 2, row_bytes=row // 2,
+    )  # fmt: skip
+    return one, one
 
 
 def copier(byte_count: int, count: int, owner: str) -> Callable[[], object]:
@@ -84,6 +103,7 @@ def rates(pair: Pair, rounds: int, owner: str) -> dict[str, float]:
     jobs: dict[str, Callable[[], object]] = {
         "pull": puller(pair), "pulls": puller(pair, TOGETHER), "copy": copier(byte_count, 1, owner),
         "copies": copier(byte_count, TOGETHER, owner), "sums": lambda: backend.digests(Part.FULL, ids, 5),
+        "slices": puller(pair, TOGETHER, half_heads()),
     }  # fmt: skip
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for _ in range(rounds):
@@ -92,6 +112,7 @@ def rates(pair: Pair, rounds: int, owner: str) -> dict[str, float]:
     (peer,), (known,) = backend._peers, pair.port._peers.values()
     opening = [seconds_of(lambda: backend.connect(peer, known.endpoints[0])) for _ in range(5)]
     moved = {name: byte_count * (TOGETHER if name in ("pulls", "copies") else 1) for name in jobs}
+    moved["slices"] = byte_count * TOGETHER // 2
     found = {f"{name}_gb_s": moved[name] / statistics.median(spent) / 1e9 for name, spent in seconds.items()}
     shares = {
         "of_copy": found["pull_gb_s"] / found["copy_gb_s"],

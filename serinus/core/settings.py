@@ -268,7 +268,8 @@ class PdSettings:
     )
     transfer_backend: str = setting(
         "auto",
-        "how KV travels; auto = cuda_ipc between engines of one rank on GPUs of one machine, else shm, else tcp",
+        "how KV travels; auto = cuda_ipc between engines on GPUs of one machine, of whatever ranks, with pages of"
+        " equal size, else shm, else tcp",
         flag="--disaggregation-transfer-backend",
         choices=("auto", "cuda_ipc", "shm", "tcp", "nixl", "mooncake"),
     )

@@ -376,20 +376,23 @@ def check_hashed(lanes: Sequence[Tensor], pages_G: NDArray[np.int64], rows_GY: N
 
 def check_pull(
     lanes: Sequence[Tensor], pages_G: NDArray[np.int64], sources: Sequence[Tensor],
-    source_pages_G: NDArray[np.int64] | None,
+    source_pages_G: NDArray[np.int64] | None, sums: Sequence[int],
 ) -> None:  # fmt: skip
-    """Raise ValueError where lanes of the two sides differ in width, or a page lies outside."""
+    """Raise ValueError where lanes of the two sides differ in size, a page lies outside, or a lane is in no sum."""
     for name, side, pages in (("pages", lanes, pages_G), ("source pages", sources, source_pages_G)):
         if not side and name != "pages":
             continue
         if pages is None or len(pages) != len(pages_G):
             raise ValueError(f"kernels: {'no' if pages is None else len(pages)} {name}, expected {len(pages_G)}")
-        widths = [lane.shape[1] for lane in side]
-        if widths != [lane.shape[1] for lane in lanes] or any(width % 8 for width in widths):
-            raise ValueError(f"kernels: lanes of {name} are {widths} bytes wide, expected equal multiples of 8")
+        sizes = [tuple(lane.shape[1:]) for lane in side]
+        wide = all(each and not each[-1] % 8 and lane.stride(-1) == 1 for each, lane in zip(sizes, side, strict=True))
+        if sizes != [tuple(lane.shape[1:]) for lane in lanes] or not wide:
+            raise ValueError(f"kernels: lanes of {name} are {sizes} bytes, expected equal sizes, rows multiples of 8")
         count = min(lane.shape[0] for lane in side)
         if len(pages) and not 0 <= pages.min() <= pages.max() < count:
             raise ValueError(f"kernels: {name} {pages.min()} .. {pages.max()}, expected 0 .. {count - 1}")
+    if sums and (min(sums) < 1 or sum(sums) != len(lanes)):
+        raise ValueError(f"kernels: sums over {list(sums)} of {len(lanes)} lanes, expected each lane in one of them")
 
 
 def check_mask(logits_BV: Tensor, rows: Sequence[int], words_RW: NDArray[np.int32]) -> None:

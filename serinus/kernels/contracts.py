@@ -75,7 +75,7 @@ class PullPages(Protocol):
 
     def __call__(
         self, lanes: Sequence[Tensor], pages_G: NDArray[np.int64], seed: int, sources: Sequence[Tensor] = (),
-        source_pages_G: NDArray[np.int64] | None = None, /,
+        source_pages_G: NDArray[np.int64] | None = None, sums: Sequence[int] = (), /,
     ) -> Tensor: ...  # fmt: skip
 
 

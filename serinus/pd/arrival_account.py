@@ -8,7 +8,7 @@ import numpy as np
 
 from serinus.core.handoff import MovedPiece
 from serinus.core.parts import PageSpan, Part
-from serinus.pd.layout import RankLayout, target_range
+from serinus.pd.layout import RankLayout, Routes, target_range
 from serinus.pd.settings import HandoffSettings
 from serinus.wire.messages import Data, Done
 
@@ -40,6 +40,8 @@ class ArrivalAccount:
     source: RankLayout
     """Of the prefill engine."""
     target: RankLayout
+    routes: Routes
+    """From the one to the other."""
     spans: dict[Part, PageSpan]
     """Own pages, of the parts that have bytes."""
     end: int
@@ -56,13 +58,13 @@ class ArrivalAccount:
 
     @classmethod
     def of(
-        cls, settings: HandoffSettings, source: RankLayout, target: RankLayout, spans: tuple[PageSpan, ...], held: int,
-        prompt_tokens: int,
+        cls, settings: HandoffSettings, source: RankLayout, target: RankLayout, routes: Routes,
+        spans: tuple[PageSpan, ...], held: int, prompt_tokens: int,
     ) -> ArrivalAccount:  # fmt: skip
         """At the beginning: everything is due."""
         size = source.page_size
         account = cls(
-            source=source, target=target, end=-(-prompt_tokens // size),
+            source=source, target=target, routes=routes, end=-(-prompt_tokens // size),
             spans={span.part: span for span in spans if span.part in target.parts},
         )  # fmt: skip
         for part in source.parts:
@@ -78,12 +80,13 @@ class ArrivalAccount:
 
     def fault(self, data: Data) -> str:
         """Why this is not what must come next, in words; empty = it is. Changes nothing."""
-        count, odd = divmod(len(data.digests), 8)
-        if odd or not count:
-            return f"{len(data.digests)} bytes of digests, expected 8 per page"
         due = self.due.get((Part(data.part), data.rank)) if data.part < len(Part) else None
         if due is None:
             return f"part {data.part} of rank {data.rank}, expected one of {sorted(self.due)}"
+        each = 8 * self.routes.digest_count(data.rank, Part(data.part))
+        count, odd = divmod(len(data.digests), each)
+        if odd or not count:
+            return f"{len(data.digests)} bytes of digests, expected {each} per page"
         if data.piece <= self.last_piece.get(data.rank, -1):
             return f"piece {data.piece} of rank {data.rank}, expected one after {self.last_piece[data.rank]}"
         if data.first != due or data.first + count > self.end:
@@ -99,7 +102,8 @@ class ArrivalAccount:
 
     def take(self, data: Data) -> PageSpan:
         """Count what came (a Data without fault); returns our pages that it reaches into."""
-        part, count = Part(data.part), len(data.digests) // 8
+        part = Part(data.part)
+        count = len(data.digests) // (8 * self.routes.digest_count(data.rank, part))
         self.due[part, data.rank] += count
         self.last_piece[data.rank] = data.piece
         self.piece_count += 1

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from serinus.core.parts import PageSpan, Part
 from serinus.pd.actions import AttachPeer, ClosePeer, PeerChanged, PrefillAction, Send
 from serinus.pd.events import Tick
-from serinus.pd.layout import RankLayout, difference
+from serinus.pd.layout import RankLayout, Routes, difference
 from serinus.pd.modes import Mode
 from serinus.pd.pulse import Pulse
 from serinus.pd.secret import greeting_mac, is_genuine
@@ -223,13 +223,14 @@ class Clients:
         capabilities = settings.capabilities_of(name)
         if capabilities.same_host and (not hello.host or hello.host != settings.host):
             return f"{name} works within one machine and namespace of processes, and these are two"
-        if capabilities.recut is None:
-            reason = difference(settings.layout, hello.layout, can_recut=False, we_send=True)
-            if reason:
-                return reason
+        reason = capabilities.objection(settings.layout, hello.layout, we_send=True)
+        if reason:
+            return reason
         refusal = settings.refusals.get(name)
+        if refusal is None:
+            return ""
         ours, theirs = settings.endpoints.get(name, ()), hello.endpoints.get(name, ())
-        reason = refusal(ours, theirs) if refusal is not None else ""
+        reason = refusal(ours, theirs, Routes(RankLayout(settings.layout), RankLayout(hello.layout)).pairs)
         return f"{name}: {reason}" if reason else ""
 
     def remove(self, peer: str, reason: str, out: list[PrefillAction]) -> None:

@@ -245,7 +245,10 @@ class DecodeSide:
         assert peer is not None, f"pd: {handoff.rid} outlived its peer {handoff.peer}"
         assert peer.layout is not None, f"pd: {handoff.peer} was never greeted, expected its layout"
         length = len(handoff.request.prompt)
-        account = ArrivalAccount.of(self._settings, peer.layout, self._layout, handoff.spans, handoff.held, length)
+        assert peer.routes is not None, f"pd: {handoff.peer} was never greeted, expected its routes"
+        account = ArrivalAccount.of(
+            self._settings, peer.layout, self._layout, peer.routes, handoff.spans, handoff.held, length
+        )  # fmt: skip
         out.append(Send(peer=handoff.peer, message=handoff.open(account)))
 
     def _stop(self, event: Shutdown, now: float, out: list[DecodeAction]) -> None:
@@ -410,21 +413,22 @@ class DecodeSide:
         handoff.last_data_at = now
         span = account.take(data)
         handoff.copying += 1
-        peer = self._registry.named(event.peer)
-        assert peer is not None, f"pd: {event.peer} sends data and is unknown"
-        assert peer.routes is not None, f"pd: {event.peer} sends data and was never greeted"
-        takers = peer.routes.takers(data.rank, span.part)
+        takers = account.routes.takers(data.rank, span.part)
         answer = taken(data) if handoff.mode is Mode.RECEIVER_CHECKED else None
         taking = _Taking(peer=event.peer, answer=answer, left=len(takers))
         self._taking[data.xid, data.piece, data.rank] = taking
         payload = np.frombuffer(event.payload, np.uint8) if event.payload else no_bytes()
-        for rank in takers:
+        digests, payloads = [data.digests] * len(takers), [payload] * len(takers)
+        if account.routes.digest_count(data.rank, span.part) > 1:  # each taker has its own
+            digests = [column.tobytes() for column in np.frombuffer(data.digests, "<u8").reshape(-1, len(takers)).T]
+            payloads = np.array_split(payload, len(takers))
+        for rank, own_digests, own_payload in zip(takers, digests, payloads, strict=True):
             out.append(
                 TakeIn(
                     peer=event.peer, xid=data.xid, piece=data.piece, source=data.rank, rank=rank, mode=handoff.mode,
-                    part=span.part, first=data.first, digests=data.digests, digest_seed=handoff.seed, pages=span.pages,
+                    part=span.part, first=data.first, digests=own_digests, digest_seed=handoff.seed, pages=span.pages,
                     target_first=span.first, byte_count=data.byte_count, shm_name=data.shm_name,
-                    shm_offset=data.shm_offset, payload=payload, sources=np.array(data.pages, np.int32),
+                    shm_offset=data.shm_offset, payload=own_payload, sources=np.array(data.pages, np.int32),
                 )
             )  # fmt: skip
 

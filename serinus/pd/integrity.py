@@ -48,6 +48,12 @@ def check_digests(found: bytes, digests: bytes, first: int) -> None:
         raise DigestMismatch(f"pd: page {first + bad} of the prompt is not what was sent (digest differs)")
 
 
+def with_rows(digests: bytes, rows: NDArray[np.uint8], seed: int) -> bytes:
+    """Digests of other bytes, each with that of a row added: both are what was sent, or the sum differs."""
+    others: NDArray[np.uint64] = np.frombuffer(digest_pages(rows, seed), "<u8")
+    return (np.frombuffer(digests, "<u8") + others).tobytes()
+
+
 class Pages(Protocol):
     """What is needed of a PageStore here."""
 

@@ -261,17 +261,29 @@ def is_same(source: RankLayout, target: RankLayout) -> bool:
 
 
 class Routes:
-    """Which ranks of ours take what a rank of a peer sends."""
+    """Which ranks of one engine take what a rank of another sends."""
 
-    def __init__(self, source: RankLayout, target: RankLayout) -> None:
+    def __init__(self, source: RankLayout, target: RankLayout, *, slices: bool = False) -> None:
+        """`slices`: each reads what it takes alone (Capabilities.slices)."""
+        self._slices = slices
         self._takers: dict[tuple[int, Part], tuple[int, ...]] = {}
-        for item in () if is_same(source, target) else cut(source, target):
+        cuts = () if is_same(source, target) else cut(source, target)
+        for item in cuts:
             found = self._takers.get((item.source_rank, item.part), ())
             self._takers[item.source_rank, item.part] = (*found, item.target_rank)
+        same = [(shard.rank, shard.rank) for shard in source.shards]
+        self.pairs: tuple[tuple[int, int], ...] = tuple(
+            sorted({(item.source_rank, item.target_rank) for item in cuts}) or same
+        )
+        """Source and target rank of all that moves."""
 
     def takers(self, source: int, part: Part) -> tuple[int, ...]:
-        """Own ranks, each once; never none."""
+        """Target ranks, each once; never none."""
         return self._takers.get((source, part), (source,))
+
+    def digest_count(self, source: int, part: Part) -> int:
+        """Digests of each page: one for each taker, in their order, where each reads its own bytes alone."""
+        return len(self.takers(source, part)) if self._slices else 1
 
 
 def _overlap(one: range, two: range) -> range:

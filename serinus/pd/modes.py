@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from serinus.core.errors import ConfigError
-from serinus.pd.layout import RankLayout, is_same
+from serinus.pd.layout import RankLayout, difference, is_same
+from serinus.pd.slices import slices_fault
+from serinus.wire.messages import LayoutSignature
 
 
 class Mode(Enum):
@@ -49,10 +51,19 @@ class Capabilities:
     """Works only within one machine."""
     whole_chunks: bool = False
     """Pages move at the speed of memory: a message for all that a step computed, not for every few megabytes."""
+    slices: bool = False
+    """Between unequal layouts a rank reads its own layers and heads alone, straight into its pages, which must be of
+    equal size; there is a digest of them for each rank that does (with `recut` PULL)."""
 
     def between(self, source: RankLayout, target: RankLayout) -> Mode:
         """The mode between two engines that can exchange KV."""
         return self.mode if self.recut is None or is_same(source, target) else self.recut
+
+    def objection(self, ours: LayoutSignature, theirs: LayoutSignature, *, we_send: bool = False) -> str:
+        """Why KV of these layouts cannot travel so, in words with both values; empty = it can. `we_send`: see
+        `difference`."""
+        reason = difference(ours, theirs, can_recut=self.recut is not None, we_send=we_send)
+        return reason or (slices_fault(ours, theirs) if self.slices else "")
 
 
 _CHECKED = Capabilities(mode=Mode.RECEIVER_CHECKED, recut=Mode.RECEIVER_CHECKED)

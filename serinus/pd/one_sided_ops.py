@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from serinus.core.errors import ConfigError, TransferFailed
 from serinus.core.parts import PageStore, Part
 from serinus.pd.actions import AttachPeer, FencePeer
-from serinus.pd.backends import OneSided, OpResult, OpState, Region, RowReader
+from serinus.pd.backends import OneSided, OpResult, OpState, Region, RowReader, SliceReader
 from serinus.pd.pages import MovePiece, RankFenced, TakeIn
+from serinus.pd.slices import Slice
 from serinus.pd.staged_reads import StagedRead
 
 T = TypeVar("T")
@@ -77,6 +78,15 @@ class OneSidedOps(Generic[T]):
         joined = self._joined.get(command.peer)
         return None if joined is None else joined[0].digests(command.part, command.pages, command.digest_seed)
 
+    def has_slices(self, backend: str) -> bool:
+        """Whether ranks read their own bytes alone of pages of another layout."""
+        return self.has(backend) and self._backends[backend].capabilities.slices
+
+    def slice_digests(self, command: MovePiece, slices: Sequence[Slice]) -> bytes:
+        """Of each slice of own pages that a peer is to read. Raises TransferFailed."""
+        backend = cast(SliceReader, self._of(command.peer))
+        return backend.slice_digests(command.part, slices, command.pages, command.digest_seed)
+
     def write(self, command: MovePiece, token: T) -> None:
         """Begin to write a piece into the pages of the same rank of the peer. Raises TransferFailed: nothing began."""
         backend = self._of(command.peer)
@@ -89,6 +99,15 @@ class OneSidedOps(Generic[T]):
         backend = self._of(command.peer)
         name = f"{command.peer}/{command.source}"
         number = backend.read(name, command.part, command.pages, command.sources, command.digest_seed)
+        self._ops.append(_Op(backend=backend, number=number, token=token))
+
+    def read_slice(self, command: TakeIn, between: tuple[Slice, Slice], token: T) -> None:
+        """Begin to fill a slice of own pages from those of a source rank. Raises TransferFailed: nothing began."""
+        backend = cast(SliceReader, self._of(command.peer))
+        name = f"{command.peer}/{command.source}"
+        number = backend.read_slice(
+            name, command.part, between, command.pages, command.sources, command.digest_seed
+        )  # fmt: skip
         self._ops.append(_Op(backend=backend, number=number, token=token))
 
     def read_rows(self, read: StagedRead, token: T) -> None:

@@ -38,7 +38,7 @@ from serinus.pd.pages import (
     no_bytes,
 )
 from serinus.pd.staged_reads import STAGING_BYTES, StagedRead, StagedReads
-from serinus.pd.stores import Intake, check_stores
+from serinus.pd.stores import Intake, Outlet, check_stores
 
 PageCommand: TypeAlias = (
     AttachPeer | ClosePeer | MovePiece | Unstage | TakeIn | HandoffOver | ShareMemory | CancelReads
@@ -63,6 +63,8 @@ class _Attached:
     """Keys of the sender, by handoff and piece."""
     receiver: Receiver | None = None
     intake: Intake | None = None
+    outlet: Outlet | None = None
+    """Its ranks read slices of own pages."""
 
 
 class PageWorker:
@@ -158,15 +160,18 @@ class PageWorker:
         attached = self._peers[command.peer] = _Attached(peer=command)
         if not self._ops.has(command.backend):
             return None
-        theirs = RankLayout(command.layout)
+        theirs, slices = RankLayout(command.layout), self._ops.has_slices(command.backend)
         try:
             if command.sends:
                 attached.intake = Intake(theirs, self._layout, self.rank, self._stores)
                 self._ops.join(command, attached.intake.sources())
-                if not attached.intake.is_same:
+                if not attached.intake.is_same and not slices:
                     self._ops.lend(command.peer, self._staged.area)
+            elif is_same(self._layout, theirs):
+                self._ops.join(command, (self.rank,))
             else:  # one of another layout reads, and is not reached by us
-                self._ops.join(command, (self.rank,) if is_same(self._layout, theirs) else ())
+                self._ops.join(command, ())
+                attached.outlet = Outlet(self._layout, theirs, self.rank, self._stores) if slices else None
         except TransferFailed as error:
             return PeerUnreachable(peer=command.peer, reason=str(error))
         return None
@@ -185,6 +190,10 @@ class PageWorker:
         moved: dict[str, Any] = {"peer": command.peer, "xid": command.xid, "piece": command.piece, "rank": self.rank}
         attached, store = self._peers.get(command.peer), self._stores[command.part]
         size = store.page_bytes
+        if attached is not None and attached.outlet is not None:
+            digests = self._ops.slice_digests(command, attached.outlet.slices[command.part])
+            digests, stamps = attached.outlet.with_stamps(command, digests)
+            return PieceMoved(**moved, digests=digests, byte_count=len(command.pages) * size, payload=stamps)
         if command.mode is not Mode.RECEIVER_CHECKED:
             digests = self._ops.digests(command) or digest_stored(store, command.pages, command.digest_seed)
             there = PieceMoved(**moved, digests=digests, byte_count=len(command.pages) * size)
@@ -236,13 +245,16 @@ class PageWorker:
     def _take_in(self, command: TakeIn) -> TakenIn | None:
         if command.mode is not Mode.PULL:
             return self._taken(command, OpResult(state=OpState.DONE))
-        attached = self._peers.get(command.peer)
-        if attached is not None and attached.intake is not None and not attached.intake.is_same:
+        attached, sliced = self._peers.get(command.peer), self._sliced(command)
+        if attached is not None and attached.intake is not None and not (attached.intake.is_same or sliced):
             wrong = self._staged.add(command, len(command.sources) * attached.intake.page_bytes(command))
             self._read_staged()
             return self._taken(command, OpResult(state=OpState.FAILED, error=wrong)) if wrong else None
         try:
-            self._ops.read(command, command)
+            if sliced is None:
+                self._ops.read(command, command)
+            else:
+                self._ops.read_slice(command, sliced.begin_slice(command), command)
         except TransferFailed as error:
             return self._taken(command, OpResult(state=OpState.FAILED, error=str(error)))
         return None
@@ -294,7 +306,10 @@ class PageWorker:
             else:
                 stored = self._stores[command.part]
                 found = result.digests or digest_stored(stored, command.pages, command.digest_seed)
-                check_digests(found, command.digests, command.first)
+                sliced = self._sliced(command)
+                check_digests(sliced.slice_digests(command, found) if sliced else found, command.digests, command.first)
+                if sliced is not None:
+                    sliced.land_stamps(command)
         except DigestMismatch as mismatch:
             error, code = str(mismatch), "digest"
         except TransferFailed as failed:
@@ -303,6 +318,13 @@ class PageWorker:
             xid=command.xid, piece=command.piece, source=command.source, rank=self.rank, error=error, code=code,
             seconds=result.seconds + self._clock.now() - start,
         )  # fmt: skip
+
+    def _sliced(self, command: TakeIn) -> Intake | None:
+        """What its pages are taken in by, where slices of them are read in place."""
+        attached = self._peers.get(command.peer)
+        if attached is None or attached.intake is None or attached.intake.is_same:
+            return None
+        return attached.intake if self._ops.has_slices(attached.peer.backend) else None
 
     def _fill(self, command: TakeIn, rows: NDArray[np.uint8] | None) -> None:
         """Copy source pages, from `rows` or where a receiver finds them, into own pages.

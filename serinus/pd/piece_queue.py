@@ -12,7 +12,7 @@ from serinus.core.handoff import ChunkReady
 from serinus.core.parts import Part
 from serinus.pd.actions import PrefillAction, ReleaseChunk, Send
 from serinus.pd.clients import Client, Clients, Lane, Piece
-from serinus.pd.layout import RankLayout
+from serinus.pd.layout import RankLayout, is_same
 from serinus.pd.modes import Mode
 from serinus.pd.pages import MovePiece, PieceMoved
 from serinus.pd.prefill_handoff import PrefillHandoff
@@ -37,7 +37,15 @@ class PieceQueue:
         self._handoffs = handoffs
         self._senders = {part: layout.senders(part) for part in layout.parts}
         self._pages_per_piece = {part: self._pages_of_pieces(part) for part in layout.parts}
-        self._whole_chunks = dict.fromkeys(layout.parts, (_PAGES_MAX,))
+
+    def _whole_chunks(self, client: Client) -> dict[Part, tuple[int, ...]]:
+        """A chunk is one piece, as far as the digests and stamps go into a message that each taker gets of it."""
+        pages = _PAGES_MAX
+        if not is_same(self._layout, client.layout):
+            takers, stamp_bytes = len(client.layout.shards), self._layout.signature.stamp_bytes
+            stamps = self._settings.piece_bytes_max // (takers * self._layout.page_size * max(1, stamp_bytes))
+            pages = max(1, min(_PAGES_MAX // takers, stamps if stamp_bytes else _PAGES_MAX))
+        return dict.fromkeys(self._layout.parts, (pages,))
 
     def _pages_of_pieces(self, part: Part) -> tuple[int, ...]:
         """Pages of the first pieces of a handoff, and (the last number) of all others. The first are small, as far as
@@ -57,7 +65,7 @@ class PieceQueue:
     def queue(self, handoff: PrefillHandoff, event: ChunkReady, client: Client, out: list[PrefillAction]) -> None:
         """Cut a chunk into pieces and queue them, for each rank that has bytes of them."""
         whole = self._settings.capabilities_of(client.backend).whole_chunks
-        chunk, pieces = handoff.cut(event, self._whole_chunks if whole else self._pages_per_piece)
+        chunk, pieces = handoff.cut(event, self._whole_chunks(client) if whole else self._pages_per_piece)
         for piece in pieces:
             for rank in self._senders[piece.part]:
                 client.lanes[rank].outbox.append(piece)

@@ -15,7 +15,7 @@ import msgspec
 
 from serinus.pd.actions import AttachPeer, ClosePeer, DecodeAction, FencePeer, OpenPeer, PeerChanged, Send
 from serinus.pd.events import Tick
-from serinus.pd.layout import RankLayout, Routes, difference
+from serinus.pd.layout import RankLayout, Routes
 from serinus.pd.modes import Mode
 from serinus.pd.pulse import Pulse
 from serinus.pd.secret import greeting_mac, is_genuine
@@ -171,7 +171,8 @@ class Registry:
         peer.engine, peer.incarnation, peer.backend = message.engine, incarnation, message.backend
         peer.slow, peer.pulse.said_at, peer.pulse.step_s = False, now, message.step_s_max
         peer.layout, peer.mode = RankLayout(message.layout), Mode(message.mode)
-        peer.routes = Routes(peer.layout, RankLayout(self._settings.layout))
+        slices = self._settings.capabilities_of(message.backend).slices
+        peer.routes = Routes(peer.layout, RankLayout(self._settings.layout), slices=slices)
         out.append(
             AttachPeer(
                 peer=peer.name, backend=message.backend, layout=message.layout, endpoints=message.endpoints, sends=True
@@ -189,7 +190,7 @@ class Registry:
         if message.backend not in settings.backends:
             return f"it chose the data backend {message.backend!r}, expected one of {', '.join(settings.backends)}"
         capabilities = settings.capabilities_of(message.backend)
-        reason = difference(settings.layout, message.layout, can_recut=capabilities.recut is not None)
+        reason = capabilities.objection(settings.layout, message.layout)
         if reason:
             return reason
         mode = capabilities.between(RankLayout(message.layout), RankLayout(settings.layout)).value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from serinus.core.errors import ConfigError, LayoutMismatch
 from serinus.core.parts import Part
@@ -11,6 +12,7 @@ from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Capabilities, check_safe, known_capabilities
 from serinus.wire.messages import LayoutSignature
 
+Refusal: TypeAlias = Callable[[Sequence[bytes], Sequence[bytes], Sequence[tuple[int, int]]], str]
 PIECE_BYTES_MAX = 64 << 20
 """No piece is larger: between two of them prefill looks whether the grant is still open."""
 
@@ -36,7 +38,7 @@ class HandoffSettings:
     """Of backends other than local, shm and tcp."""
     endpoints: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
     """How peers reach our memory, by backend, one text per rank; for one-sided backends."""
-    refusals: Mapping[str, Callable[[Sequence[bytes], Sequence[bytes]], str]] = field(default_factory=dict)
+    refusals: Mapping[str, Refusal] = field(default_factory=dict)
     """Why our endpoints and those of a peer do not go together, in words, by backend (OneSided.refusal)."""
     host: str = ""
     """Identity of this machine (backends.host_identity()); shm needs the same on both sides, and not empty."""

@@ -215,6 +215,38 @@ class DevicePool:
         for strips, part_GZ in self._parts(_tensor_of(data)):
             self._kernels.scatter_pages(strips, page_ids, self.spec.page_size, part_GZ)
 
+    def read_stamps(self, pages: NDArray[np.integer]) -> NDArray[np.uint8]:
+        """The stamps of pages alone, [G, stamp_bytes], as `read_pages` has them; the pool keeps some. Waits for the
+        device."""
+        strips, part_GZ = self._strips[-1][0], torch.empty((len(pages), self.spec.stamp_bytes), dtype=torch.uint8)
+        self._kernels.gather_pages(strips, _ids(pages), self.spec.page_size, part_GZ)
+        return part_GZ.numpy()
+
+    def write_stamps(self, pages: NDArray[np.integer], rows: NDArray[np.uint8]) -> None:
+        """The reverse, queued behind what is queued on the current stream; nothing waits."""
+        rows_GZ = _tensor_of(rows)
+        if self.spec.device != "cpu":
+            rows_GZ = rows_GZ.pin_memory().to(self.spec.device, non_blocking=True)
+        self._kernels.scatter_pages(self._strips[-1][0], _ids(pages), self.spec.page_size, rows_GZ)
+
+    def warm_stamps(self) -> None:
+        """Make both ready, on the padding page; nothing where the pool keeps none."""
+        if self.spec.stamp_bytes:
+            padding = np.zeros(1, np.int64)
+            self.write_stamps(padding, self.read_stamps(padding))
+
+    def token_digests(
+        self, pages: NDArray[np.integer], first_layer: int, coefficients_L22W: Tensor
+    ) -> NDArray[np.uint64]:
+        """Digests [G * page_size, 2] (of K, of V), as `canary_digest` gives them, of the rows of these pages in as many
+        layers as there are coefficients, from `first_layer` of this pool on. Waits for the device."""
+        layers = self.layers[first_layer : first_layer + len(coefficients_L22W)]
+        slots_N = (_ids(pages)[:, None] * self.spec.page_size + torch.arange(self.spec.page_size)).view(-1)
+        found_N2 = self._kernels.canary_digest(
+            layers, slots_N.to(self.spec.device), coefficients_L22W.to(self.spec.device)
+        )
+        return found_N2.cpu().numpy().view(np.uint64)
+
     def hashed_pages(
         self, pages: NDArray[np.integer], rows: NDArray[np.uint8] | None, seed: int, inward: bool = False
     ) -> bytes:

@@ -40,6 +40,9 @@ def attach_page_worker(
     if parts.config.role == "unified":
         return
     layout = RankLayout(layout_of(parts))
+    if any(backend.capabilities.slices for backend in backends):
+        for pool in parts.pools.values():
+            pool.warm_stamps()
     own = {part: store for part, store in stores.items() if store.page_bytes}
     worker = PageWorker(body.rank, layout=layout, stores=own, backends=backends, clock=clock)
 

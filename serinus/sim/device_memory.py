@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.core.errors import ConfigError, TransferFailed
-from serinus.core.parts import Part
 from serinus.kernels.ref.pull_pages import page_sums
-from serinus.pd.backends import Region, SharedAllocation, Strips, strips_between
+from serinus.pd.backends import PageRows, Region, SharedAllocation, Strips, strips_between_rows
 from serinus.sim.one_sided import Card, Fabric, Transfer
 
 if TYPE_CHECKING:
     from serinus.sim.engine import SimEngine
 
+_DEVICES = 8
 _SPACE = 1 << 46
 """Addresses of one process lie below it; what was opened n-th lies at n * _SPACE and its address in its owner."""
 
@@ -28,9 +28,11 @@ _SPACE = 1 << 46
 class SimPull:
     """A gather that is under way."""
 
-    def __init__(self, memory: SimIpc, transfer: Transfer, part: Part, pages: NDArray[np.int32], seed: int) -> None:
+    def __init__(
+        self, memory: SimIpc, transfer: Transfer, rows: Sequence[PageRows], pages: NDArray[np.int32], seed: int
+    ) -> None:
         self.transfer = transfer
-        self._memory, self._part, self._pages, self._seed = memory, part, pages, seed
+        self._memory, self._rows, self._pages, self._seed = memory, rows, pages, seed
 
     seconds = 0.0
 
@@ -40,18 +42,18 @@ class SimPull:
 
     def sums(self) -> bytes:
         """Of what is in the own pages."""
-        return self._memory.sums_of(self._part, self._pages, self._seed)
+        return self._memory.sums((self._rows,), self._pages, self._seed)
 
 
 class SimIpc:
-    """pd's IpcLibrary, of one rank on the device that ranks of its number share, and that reach no other."""
+    """pd's IpcLibrary, of one rank on the device that ranks of its number share; it reaches all others."""
 
     def __init__(self, fabric: Fabric, engine: SimEngine, rank: int) -> None:
         self._fabric, self._engine, self._rank = fabric, engine, rank
         self._card = fabric.card(engine, rank, f"{engine.name}.{rank}")
         self.process = self._card.session
         self.device = f"device {rank}"
-        self.reachable: tuple[str, ...] = (self.device,)
+        self.reachable = tuple(f"device {other}" for other in range(_DEVICES))
         self._opened: dict[int, Card] = {}
         """What was opened, by number."""
         self._last = 0
@@ -88,11 +90,12 @@ class SimIpc:
         assert same or not reading or not self._card.alive, f"sim: memory of {card.session} is let go while it is read"
 
     def pull(
-        self, pairs: Sequence[tuple[Region, Region]], pages: NDArray[np.int32], sources: NDArray[np.int32], seed: int
-    ) -> SimPull:
-        """Each strip moves at a time of its own."""
+        self, pairs: Sequence[tuple[PageRows, PageRows]], pages: NDArray[np.int32], sources: NDArray[np.int32],
+        seed: int,
+    ) -> SimPull:  # fmt: skip
+        """Each row moves at a time of its own."""
         opened = self._opened[pairs[0][1].address // _SPACE]
-        found = [strips_between(own, theirs, pages, sources) for own, theirs in pairs]
+        found = [strips_between_rows(own, theirs, pages, sources) for own, theirs in pairs]
         strips = Strips(
             local=np.concatenate([strips.local for strips in found]),
             remote=np.concatenate([strips.remote for strips in found]) % _SPACE,
@@ -101,15 +104,19 @@ class SimIpc:
         transfer = Transfer(own=self._card, session=opened.session, pushes=False, over=lambda: None, opened=opened)
         self._fabric.begin(transfer, strips)
         assert not transfer.error, f"sim: a read of opened memory fails: {transfer.error}"
-        pull = SimPull(self, transfer, pairs[0][0].part, pages, seed)
+        pull = SimPull(self, transfer, [own for own, _ in pairs], pages, seed)
         self._pulls = [*(each for each in self._pulls if not each.done()), pull]
         return pull
 
-    def sums(self, regions: Sequence[Region], pages: NDArray[np.int32], seed: int) -> bytes:
+    def sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> bytes:
         """Of own pages, as they are now."""
-        return self.sums_of(regions[0].part, pages, seed)
+        stores = self._engine.stores[self._rank].values()
+        found = [
+            np.concatenate([next(filter(_is_there, (s.rows(each, pages) for s in stores))) for each in group], axis=1)
+            for group in rows
+        ]
+        return np.stack([page_sums(rows_GY, seed) for rows_GY in found], axis=1).astype("<u8").tobytes()
 
-    def sums_of(self, part: Part, pages: NDArray[np.int32], seed: int) -> bytes:
-        """Of own pages, as they are now."""
-        store = self._engine.stores[self._rank][part]
-        return page_sums(store.pool.read_pages(pages), seed).astype("<u8").tobytes()
+
+def _is_there(rows: NDArray[np.uint8] | None) -> bool:
+    return rows is not None

@@ -64,16 +64,16 @@ def draw(
     if shape.backend == "pull" and not backend and Rng(seed).split("device memory").random() < 0.5:
         shape = replace(shape, backend="ipc")
     cuts = Rng(seed).split("unequal")
-    is_unequal = shape.backend in ("push", "pull") and (cuts.random() < _UNEQUAL if unequal is None else unequal)
+    is_unequal = shape.backend in ONE_SIDED and (cuts.random() < _UNEQUAL if unequal is None else unequal)
     if is_unequal:
-        shape = replace(shape, engines=tuple(_reshaped(shape.engines, *_ranks(cuts))))
+        by_name, sizes = _ranks(cuts)
+        sizes = dict.fromkeys(sizes, 4) if shape.backend == "ipc" else sizes  # slices of pages of equal size
+        shape = replace(shape, engines=tuple(_reshaped(shape.engines, by_name, sizes)))
     window = Rng(seed).split("sliding")
     if window.random() < _SLIDING if slides is None else slides:
         shape = _sliding(window, shape)
     elif Rng(seed).split("latent").random() < _LATENT if latent is None else latent:
         shape = replace(shape, slides="L" * shape.layers, heads=1)
-        if shape.backend == "ipc":  # whole pages go from rank to rank, and the product has one of them
-            shape = replace(shape, engines=tuple(replace(engine, tp=1) for engine in shape.engines))
     if (shape.backend not in ONE_SIDED or is_unequal) and Rng(seed).split("stages").random() < _STAGES:
         engines = [replace(e, tp=1, pp=2) if e.name == "d1" else e for e in shape.engines]
         shape = replace(shape, engines=tuple(engines))

@@ -40,7 +40,7 @@ from serinus.pd import (
     Region,
     TcpBackend,
 )
-from serinus.pd.backends import Receiver, Sender, ShmBackend
+from serinus.pd.backends import PageRows, Receiver, Sender, ShmBackend
 from serinus.sim.disk import Folders
 from serinus.sim.one_sided import ONE_SIDED, Fabric, one_sided
 from serinus.sim.options import EngineShape, Shape
@@ -203,16 +203,43 @@ class CheckedStore:
         for region, tensor in zip(self.regions, self._memory, strict=True):
             at = address - region.address
             if 0 <= at < region.byte_count:
-                first = at % region.lane_stride // region.strip_bytes
-                pages = np.arange(first, first + byte_count // region.strip_bytes)
+                start = at % region.lane_stride
+                pages = np.arange(start // region.strip_bytes, -(-(start + byte_count) // region.strip_bytes))
                 memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
                 return memory[at : at + byte_count], pages
+        return None
+
+    def rows(self, rows: PageRows, pages: NDArray[np.integer]) -> NDArray[np.uint8] | None:
+        """A copy of rows of pages of this store, [G, bytes of all of them]; None = they lie elsewhere."""
+        steps = rows.page_step, rows.strip_step, rows.row_step, 1
+        for region, tensor in zip(self.regions, self._memory, strict=True):
+            at = rows.address - region.address
+            if 0 <= at < region.byte_count:
+                memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+                found: NDArray[np.uint8] = memory.as_strided((rows.page_count, *rows.shape), steps, at).numpy()[pages]
+                return found.reshape(len(pages), -1)
         return None
 
     def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
         """Copy pages into out[G, page_bytes]: what is sent is digested first."""
         self.check_read(pages)
         self.pool.read_pages(pages, out)
+
+    def read_stamps(self, pages: NDArray[np.integer]) -> NDArray[np.uint8]:
+        """The same of the pool, checked."""
+        self.check_read(pages)
+        return self.pool.read_stamps(pages)
+
+    def write_stamps(self, pages: NDArray[np.integer], rows: NDArray[np.uint8]) -> None:
+        """The same of the pool, checked."""
+        self.check_write(pages)
+        self.pool.write_stamps(pages, rows)
+
+    def token_digests(
+        self, pages: NDArray[np.integer], first_layer: int, coefficients_L22W: torch.Tensor
+    ) -> NDArray[np.uint64]:
+        """The same of the pool, checked."""
+        return self.pool.token_digests(pages, first_layer, coefficients_L22W)
 
     def check_read(self, pages: NDArray[np.integer]) -> None:
         """Raises AssertionError: a peer reads pages of this engine, and nothing holds them for that."""

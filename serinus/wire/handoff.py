@@ -127,10 +127,11 @@ class Grant(_OfGrant, frozen=True, kw_only=True):
 
 
 class Data(_OfGrant, frozen=True, kw_only=True):
-    """P -> D: pages [first, first + len(digests) / 8) of one part, as one rank of P has them.
+    """P -> D: pages from `first` on of one part, as one rank of P has them, as many as there are digests.
 
     Receiver-checked: the bytes are the frame's payload, or lie in shm. Push: they lie in decode's pages already.
-    Pull: they may be read from `pages` of that rank until the lease ends.
+    Pull: they may be read from `pages` of that rank until the lease ends; where ranks read slices of them alone, the
+    payload is what each gets of their stamps, [rank that takes][page][bytes of stamps].
     """
 
     piece: Count
@@ -141,7 +142,8 @@ class Data(_OfGrant, frozen=True, kw_only=True):
     first: Count
     """Index of the first page in the prompt, in P's pages."""
     digests: Annotated[bytes, msgspec.Meta(max_length=1 << 19)]
-    """One little-endian u64 per page: xxh3-64 (seeded with digest_seed) of its bytes on that rank."""
+    """One little-endian u64 per page: xxh3-64 (seeded with digest_seed) of its bytes on that rank, or a sum that the
+    backend makes; where ranks read slices, one for each rank that takes of it (Routes.digest_count)."""
     byte_count: Count
     shm_name: Name = ""
     """shm: name of the segment that holds the bytes."""

@@ -97,10 +97,12 @@ def test_engines_on_the_gpu_and_on_the_cpu_hand_over_to_each_other(checkpoint: s
 
 SHAPES = {
     "one and one": ("1", "1", "1", "1", "0", "1", "auto", "cuda_ipc"),
-    "two slices and one": ("2", "1", "1", "1", "0,1", "1", "auto", "shm"),
-    "one and two slices": ("1", "1", "2", "1", "0", "0,1", "auto", "shm"),
-    "two stages and two slices": ("1", "2", "2", "1", "0,1", "0,1", "auto", "shm"),
-    "two slices each": ("2", "1", "2", "1", "0,1", "1,0", "cuda_ipc", "cuda_ipc"),
+    "two slices and one": ("2", "1", "1", "1", "0,1", "1", "auto", "cuda_ipc"),
+    "one and two slices": ("1", "1", "2", "1", "0", "0,1", "auto", "cuda_ipc"),
+    "two stages and one": ("1", "2", "1", "1", "0,1", "0", "auto", "cuda_ipc"),
+    "two stages and two slices": ("1", "2", "2", "1", "0,1", "0,1", "auto", "cuda_ipc"),
+    "two slices each": ("2", "1", "2", "1", "0,1", "1,0", "auto", "cuda_ipc"),
+    "two slices and one, through the host": ("2", "1", "1", "1", "0,1", "1", "shm", "shm"),
 }
 """TP and PP of prefill and of decode, the GPUs of both, the backend asked for, the backend that is taken."""
 

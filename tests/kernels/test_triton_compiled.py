@@ -33,7 +33,8 @@ def test_products_with_quantized_weights_compile_for_gpus_before_hopper(tmp_path
 RESOURCES_MAX = {
     "_beside": (160, 0), "_best": (64, 0), "_chunk": (255, 264), "_contiguous": (200, 0), "_decode": (255, 672),
     "_draw": (160, 0), "_e2m1_experts": (148, 0), "_experts": (200, 0), "_gather": (64, 16), "_latent": (255, 256),
-    "_latent_join": (64, 0), "_latent_store": (64, 0), "_norm": (64, 0), "_pick": (32, 0), "_quantized": (255, 0),
+    "_latent_join": (64, 0), "_latent_store": (64, 0), "_norm": (64, 0), "_pick": (32, 0), "_pull": (64, 0),
+    "_quantized": (255, 0),
     "_quantized_experts": (244, 0), "_rope_store": (64, 0), "_round": (40, 0), "_round_spans": (40, 0),
     "_rows": (160, 0), "_sort": (96, 0), "_threshold": (112, 0), "_widen": (40, 0),
 }  # fmt: skip
@@ -41,6 +42,17 @@ RESOURCES_MAX = {
 SPILLING = 12
 """Kernels that spill: decode attention that digests, chunks of heads of 128 (both over FP8, too), and tiles of 64 pairs
 over latent rows."""
+
+
+@pytest.mark.slow
+def test_rows_of_slices_are_loaded_and_stored_16_bytes_at_a_time(tmp_path: Path) -> None:
+    assert run_cases("pull", f"TRITON_CACHE_DIR={tmp_path}") == ""
+    texts = [path.read_text() for path in tmp_path.glob("*/_pull.ptx")]
+    assert len(texts) == 4, "whole pages and slices, moved and summed in place"
+    for text in texts:
+        assert len(re.findall(r"ld\.global\S*\.v2\.b64", text)) == 4, "2,048 words by 256 threads, in pairs"
+        assert len(re.findall(r"st\.global\S*\.v2\.b64", text)) in (0, 4)
+        assert not re.findall(r"(div|rem)\.[su]64", text), "rows are found by 32-bit numbers"
 
 
 @pytest.mark.proof

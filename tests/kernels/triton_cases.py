@@ -47,7 +47,7 @@ from .triton_layer_cases import (
     rounded_rows,
     rows_of_linears,
 )
-from .triton_shapes import call_all, call_quantized
+from .triton_shapes import call_all, call_pulls, call_quantized
 from .triton_watch_cases import canary_watch, watched_pass
 
 COMPILED = 2
@@ -186,6 +186,9 @@ if __name__ == "__main__":
     if sys.argv[1] in ("compile", "shapes"):
         pretend_gpu()  # what is computed means nothing
         (call_all if sys.argv[1] == "shapes" else call_cases)()
+    elif sys.argv[1] == "pull":
+        pretend_gpu()
+        call_pulls()
     elif sys.argv[1] == "ampere":
         pretend_gpu(80)
         call_quantized()

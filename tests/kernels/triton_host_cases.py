@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -139,13 +140,49 @@ def pull_pages(seed: int, device: str) -> str:
         return [part.view(pages, -1) for part in made.split([pages * width for width in widths])]
 
     own, sources = lanes(9, rng.random() < 0.5), lanes(12, rng.random() < 0.5)
-    other = [lane.clone() for lane in own]
-    pages, taken = torch.randperm(9, generator=generator)[:count].numpy(), rng.sample(range(12), count)
-    found = fast.pull_pages(own, pages, seed << 50, sources, np.array(taken, np.int64))
-    expected = ref.pull_pages(other, pages, seed << 50, sources, np.array(taken, np.int64))
-    wrong = "" if torch.equal(found, expected) else " sums"
-    wrong += "" if all(torch.equal(a, b) for a, b in zip(own, other, strict=True)) else " pages"
-    return wrong + ("" if torch.equal(fast.pull_pages(own, pages, seed << 50), expected) else " sums in place")
+    sums = rng.choice(((), (1,) * len(widths), (len(widths),)))
+    wrong = _pulled(ref, fast, rng, seed, own, sources, count, sums)
+    return wrong or _slices(ref, fast, rng, seed, device)
+
+
+def _slices(ref: Any, fast: Any, rng: random.Random, seed: int, device: str) -> str:
+    """Layers and heads of pages of ranks of another layout, page first or not."""
+    generator = torch.Generator().manual_seed(seed)
+    head, tokens = rng.choice((8, 16, 24, 256)), rng.choice((1, 4, 16))
+    strips, heads = rng.choice((2, 5, 8)), rng.choice((1, 2, 3))
+
+    def lane(pages: int) -> torch.Tensor:
+        """[pages, strips, tokens, bytes of the heads taken] of a pool with more strips and heads."""
+        more, before, first = rng.choice((0, 0, 2)), rng.choice((0, 1)), rng.choice((0, 1))
+        sizes = (pages, strips + 1, tokens, (heads + before + more) * head)
+        made = torch.randint(0, 256, (math.prod(sizes),), generator=generator, dtype=torch.uint8).to(device)
+        by_page = made.view(sizes) if rng.random() < 0.5 else made.view(sizes[1], pages, *sizes[2:]).transpose(0, 1)
+        return by_page[:, first : first + strips, :, before * head : (before + heads) * head]
+
+    own, sources = lane(6), lane(7)
+    halves = [half.split([1, strips - 1], dim=1) for half in (own, sources)]
+    if rng.random() < 0.5:
+        return _pulled(ref, fast, rng, seed, list(halves[0]), list(halves[1]), 3, rng.choice(((), (1, 1))))
+    return _pulled(ref, fast, rng, seed, [own], [sources], 3, ())
+
+
+def _pulled(
+    ref: Any, fast: Any, rng: random.Random, seed: int, own: list[torch.Tensor], sources: list[torch.Tensor],
+    count: int, sums: tuple[int, ...],
+) -> str:  # fmt: skip
+    """`own` are views of one tensor, of which nothing else may change."""
+    pages, taken = (np.array(rng.sample(range(len(side[0])), count), np.int64) for side in (own, sources))
+    whole = own[0]._base
+    assert whole is not None, "lanes are views"
+    before = whole.clone()
+    expected = ref.pull_pages(own, pages, seed << 50, sources, taken, sums)
+    wanted = whole.clone()
+    whole.copy_(before)
+    found = fast.pull_pages(own, pages, seed << 50, sources, taken, sums)
+    wrong = "" if torch.equal(found, expected) and found.shape == (count, max(1, len(sums))) else " sums"
+    wrong += "" if torch.equal(whole, wanted) else " pages"
+    in_place = fast.pull_pages(own, pages, seed << 50, (), None, sums)
+    return wrong + ("" if torch.equal(in_place, expected) else " sums in place")
 
 
 def peer_sums(seed: int, device: str) -> str:

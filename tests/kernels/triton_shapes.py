@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from serinus.kernels import (
 )
 from serinus.kernels.triton.quantized import round_rows, round_spans
 
-__all__ = ["call_all", "call_quantized"]
+__all__ = ["call_all", "call_pulls", "call_quantized"]
 
 PAGE = 16
 
@@ -161,6 +162,7 @@ def call_all() -> None:
         attend_latent(ops, 8192, 1, heads)
     attend(ops, 8192, 1, 32, 8, 128)
     attend(ops, 4096, 2, 16, 8, 256, window=4096, softcap=50.0)
+    call_pulls()
     for kv in FP8_FORMATS:
         for sequences in (16, 64):
             attend(ops, sequences, sequences, 32, 8, 128, kv)
@@ -174,6 +176,15 @@ def call_all() -> None:
         store(ops, kv)
     rows = [RowSampling(seed=1, position=1, temperature=0.7, top_k=50, top_p=0.9)] * 4
     ops.choose_tokens(torch.zeros((4, 151_936), dtype=torch.bfloat16), rows)
+
+
+def call_pulls() -> None:
+    """Whole pages, and heads of every layer between engines of one and of two ranks; and sums of both."""
+    ops, pages = load("cpu", "triton"), np.arange(3)
+    one, two = (blank(16, 72, PAGE, row, dtype=torch.uint8) for row in (2048, 1024))
+    for own, source in ((one, one), (one[..., 1024:], two), (two, one[..., :1024])):
+        ops.pull_pages([own], pages, 1, [source], pages)
+        ops.pull_pages([own], pages, 1)
 
 
 def store(ops: Kernels, kv: torch.dtype) -> None:

@@ -18,10 +18,11 @@ from serinus.kernels.ref.pull_pages import page_sums
 from serinus.pd.backends import (
     CudaIpcBackend,
     OpState,
+    PageRows,
     Region,
     SharedAllocation,
     pack_endpoint,
-    strips_between,
+    strips_between_rows,
     unpack_endpoint,
 )
 
@@ -104,25 +105,26 @@ class Library:
         self.machine.opened.remove(address - (1 << 40))
 
     def pull(
-        self, pairs: Sequence[tuple[Region, Region]], pages: NDArray[np.int32], sources: NDArray[np.int32], seed: int
-    ) -> Gather:
+        self, pairs: Sequence[tuple[PageRows, PageRows]], pages: NDArray[np.int32], sources: NDArray[np.int32],
+        seed: int,
+    ) -> Gather:  # fmt: skip
         def move() -> bytes:
             for own, theirs in pairs:
-                strips = strips_between(own, theirs, pages, sources)
+                strips = strips_between_rows(own, theirs, pages, sources)
                 moves = np.stack((strips.local, strips.remote, strips.byte_counts), 1).tolist()
                 for to, start, count in moves:
                     assert start - (1 << 40) >= min(self.machine.opened), "memory that is not open is read"
                     self.machine.at(to, count)[:] = self.machine.at(start, count)
-            return self.sums([own for own, _ in pairs], pages, seed)
+            return self.sums([[own for own, _ in pairs]], pages, seed)
 
         self.gathers.append(Gather(move))
         return self.gathers[-1]
 
-    def sums(self, regions: Sequence[Region], pages: NDArray[np.int32], seed: int) -> bytes:
-        (own,) = regions
-        starts = [own.address + lane * own.lane_stride for lane in range(own.lane_count)]
-        lanes = [self.machine.at(start, own.page_count * own.strip_bytes) for start in starts]
-        rows = [lane.reshape(-1, own.strip_bytes)[pages] for lane in lanes]
+    def sums(self, rows_of: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> bytes:
+        ((own,),) = rows_of
+        starts = [own.address + lane * own.strip_step for lane in range(own.strip_count)]
+        lanes = [self.machine.at(start, own.page_count * own.row_bytes) for start in starts]
+        rows = [lane.reshape(-1, own.row_bytes)[pages] for lane in lanes]
         return page_sums(np.concatenate(rows, axis=1), seed).astype("<u8").tobytes()
 
 
@@ -215,11 +217,11 @@ def test_what_a_device_cannot_read_is_said_in_words(changes: dict[str, object], 
     two = Two.made()
     other = CudaIpcBackend(replace(two.library, **changes), shares=False)  # type: ignore[arg-type]
     ours, theirs = two.owner.endpoint, other.register([region(two.target)])
-    found = two.owner.refusal([ours], [theirs])
+    found = two.owner.refusal([ours], [theirs], [(0, 0)])
     assert words in found
     assert bool(found) == bool(words)
-    assert "GPUs of 0 ranks, expected 1" in two.owner.refusal([ours], [])
-    assert "no endpoint" in two.owner.refusal([ours], [b"?"])
+    assert "GPUs of 0 ranks, expected 1" in two.owner.refusal([ours], [], [(0, 0)])
+    assert "no endpoint" in two.owner.refusal([ours], [b"?"], [(0, 0)])
 
 
 def test_each_rank_must_read_the_memory_of_the_rank_of_its_number_and_of_no_other() -> None:
@@ -228,11 +230,11 @@ def test_each_rank_must_read_the_memory_of_the_rank_of_its_number_and_of_no_othe
         return [CudaIpcBackend(library, shares=False).endpoint for library in libraries]
 
     leader = Two.made().owner
-    owners = endpoints("p", ("gpu-0", "gpu-1"))
-    assert leader.refusal(owners, endpoints("d", ("gpu-0", "gpu-1"))) == ""
-    found = leader.refusal(owners, endpoints("d", ("gpu-0", "gpu-0")))
+    owners, pairs = endpoints("p", ("gpu-0", "gpu-1")), [(0, 0), (1, 1)]
+    assert leader.refusal(owners, endpoints("d", ("gpu-0", "gpu-1")), pairs) == ""
+    found = leader.refusal(owners, endpoints("d", ("gpu-0", "gpu-0")), pairs)
     assert "its device gpu-0 does not read memory of gpu-1 (of rank 1)" in found
-    assert "GPUs of 1 ranks, expected 2" in leader.refusal(owners, endpoints("d", ("gpu-0",)))
+    assert "GPUs of 1 ranks, expected 2" in leader.refusal(owners, endpoints("d", ("gpu-0",)), pairs)
 
 
 def test_pages_that_do_not_fit_are_refused_before_anything_moves() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,8 +18,13 @@ import torch
 from serinus.core.errors import ConfigError, TransferFailed
 from serinus.core.parts import Part
 from serinus.core.rng import Rng
-from serinus.pd import Landed, Recompute
-from serinus.pd.backends import CudaDriver, CudaIpcBackend, Region
+from serinus.kernels import load
+from serinus.pd import Landed, RankLayout, Recompute, cut, recut
+from serinus.pd.backends import CudaDriver, CudaIpcBackend, Region, rows_of, whole_rows
+from serinus.pd.slices import slices
+from serinus.pd.stamps import StampOutlet
+from serinus.pool import DevicePool, PoolSpec
+from serinus.wire.messages import LayoutSignature
 from tests.children import Spawn, children
 from tests.pd.peer import DecodePeer, DeviceStore
 
@@ -172,9 +178,65 @@ def test_engines_of_one_process_refuse_each_other_in_words() -> None:
         for each in store.regions
     ]  # fmt: skip
     owner.register(regions)
-    assert "one process" in owner.refusal([owner.endpoint], [reader.register(regions)])
+    assert "one process" in owner.refusal([owner.endpoint], [reader.register(regions)], [(0, 0)])
     with pytest.raises(TransferFailed, match="not connected"):
         reader.read("p", Part.FULL, np.array([1], np.int32), np.array([1], np.int32))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [({"tp": 2}, {}), ({}, {"tp": 2}), ({"pp": 2}, {"tp": 2})], ids=str)
+def test_slices_of_pages_on_a_gpu_land_where_they_belong_with_the_sums_of_their_owner(ours: Any, theirs: Any) -> None:
+    """Pools of both engines in this process: what is read in place, its stamps, and what owners take off of them."""
+    base = LayoutSignature(
+        model="m", kv_dtype="float16", page_size=16, layer_count=4, kv_head_count=4, head_size=64, stamp_bytes=128,
+        stamp_data="all",
+    )  # fmt: skip
+    source, target = (RankLayout(msgspec.structs.replace(base, **changes)) for changes in (ours, theirs))
+    pools = [[pool_of(layout, shard.rank) for shard in layout.shards] for layout in (source, target)]
+    driver, pages = CudaDriver(), np.array([3, 9, 4], np.int32)
+    for pool in pools[0]:
+        rows = torch.randint(0, 256, (3, pool.page_bytes), dtype=torch.uint8).numpy()
+        pool.write_pages(pages + 1, rows)
+    driver.warm([region_of(pools[0][0])])
+    wanted = [np.zeros((3, pool.page_bytes), np.uint8) for pool in pools[1]]
+    for item in cut(source, target):
+        own, other = pools[1][item.target_rank], pools[0][item.source_rank]
+        there, here = slices(source, target, item)
+        pair = rows_of(region_of(own), here), rows_of(region_of(other), there)
+        both = driver.sums(((pair[1],), (whole_rows(region_of(other)),)), pages + 1, 7)
+        read = driver.pull([pair], pages, pages + 1, 7).sums()
+        assert read == both[:8] + both[16:24] + both[32:40], "a sum of each slice, page by page"
+        recut(item, source, target, other.read_pages(pages + 1), 0, wanted[item.target_rank], 0)
+        stamps = StampOutlet(source, [item]).cut(other, pages + 1)[0]
+        plain = StampOutlet(source, [item]).cut(on_host(source, item.source_rank, other), pages + 1)[0]
+        assert np.array_equal(stamps, plain), "as a pool of the host says"
+        own.write_stamps(pages, stamps)
+        assert np.array_equal(own.read_stamps(pages), stamps)
+    for pool, rows in zip(pools[1], wanted, strict=True):
+        kv_bytes = pool.spec.kv_bytes
+        assert np.array_equal(pool.read_pages(pages)[:, :kv_bytes], rows[:, :kv_bytes])
+
+
+def pool_of(layout: RankLayout, rank: int, device: str = "cuda") -> DevicePool:
+    shard, signature = layout.shards[rank], layout.signature
+    spec = PoolSpec(
+        layer_count=len(shard.layers), kv_head_count=len(shard.heads), head_size=signature.head_size,
+        page_size=layout.page_size, page_count=12, dtype=torch.float16, device=device, stamped=True,
+    )  # fmt: skip
+    return DevicePool(spec, load(device))
+
+
+def on_host(layout: RankLayout, rank: int, pool: DevicePool) -> DevicePool:
+    copy, pages = pool_of(layout, rank, "cpu"), np.arange(12)
+    copy.write_pages(pages, pool.read_pages(pages))
+    return copy
+
+
+def region_of(pool: DevicePool) -> Region:
+    each = pool.regions[0]
+    return Region(
+        part=Part.FULL, address=each.address, lane_count=each.lane_count, lane_stride=each.lane_stride,
+        strip_bytes=each.strip_bytes, page_count=each.page_count,
+    )  # fmt: skip
 
 
 def test_memory_of_expandable_segments_is_refused_in_words() -> None:

@@ -33,6 +33,7 @@ from serinus.pd import (
     RankLayout,
     Recompute,
     ReleaseChunk,
+    Routes,
     StartHandoff,
     TakeIn,
     TcpBackend,
@@ -355,7 +356,7 @@ def test_a_piece_that_is_larger_than_an_empty_area_fails() -> None:
 def test_a_page_of_the_source_that_no_engine_has_is_refused_not_read() -> None:
     """Page numbers come from the peer: one that does not fit 32 bits must not end the engine."""
     layout, spans = RankLayout(LAYOUT), full(0, np.array([1], np.int32))
-    account = ArrivalAccount.of(make_settings("d", 1), layout, layout, spans, 0, 4)
+    account = ArrivalAccount.of(make_settings("d", 1), layout, layout, Routes(layout, layout), spans, 0, 4)
     data = Data(xid="x", grant=1, piece=0, first=0, digests=bytes(8), byte_count=16, pages=[1 << 31])
     assert "expected one below 2^31" in account.fault(data)
 

@@ -140,7 +140,7 @@ def answered(page_size: int = 4, host: str = "here", **reach: Any) -> tuple[Any,
     return sent(out)[0], of_type(out, PeerChanged)
 
 
-def _far(ours: Sequence[bytes], theirs: Sequence[bytes]) -> str:
+def _far(ours: Sequence[bytes], theirs: Sequence[bytes], pairs: Sequence[tuple[int, int]]) -> str:
     return f"{theirs[0].decode()} is too far"
 
 

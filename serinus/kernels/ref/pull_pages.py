@@ -1,11 +1,12 @@
 """Pages from one pool into another of the same device, with a sum over each: the specification.
 
-Shapes: G = pages, P = pages of a pool, W = bytes of one page in one lane, N = 64-bit words of a page over all lanes.
+Shapes: G = pages, P = pages of a pool, W = bytes of one row of a lane, K = sums of a page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Final
 
 import numpy as np
@@ -44,23 +45,27 @@ def page_sums(rows_GY: NDArray[np.uint8], seed: int) -> NDArray[np.uint64]:
 @torch.inference_mode()
 def pull_pages(
     lanes: Sequence[Tensor], pages_G: NDArray[np.int64], seed: int, sources: Sequence[Tensor] = (),
-    source_pages_G: NDArray[np.int64] | None = None,
+    source_pages_G: NDArray[np.int64] | None = None, sums: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
-    """Fill pages from those of another pool, and return the sum of each (`page_sums`).
+    """Fill pages from those of another pool, and return sums of each (`page_sums`).
 
     Args:
-        lanes: uint8 [P, W] each, W a multiple of 8, rows at any distance: where a page's bytes lie, in their order.
+        lanes: uint8 [P, ..., W] each, W a multiple of 8, rows at any distance: where bytes of a page lie, in their
+            order. Whole pages, or the layers and heads of them that one rank takes.
         pages_G: page ids; distinct where pages are filled.
         seed: of the sums, 0 to 2**63 - 1.
-        sources: lanes of the other pool, as wide, with any number of pages; it may change meanwhile. None: nothing is
-            moved, own pages are summed where they lie.
+        sources: lanes of the other pool, of the same sizes, with any number of pages; it may change meanwhile. None:
+            nothing is moved, own pages are summed where they lie.
         source_pages_G: where page pages_G[g] comes from.
-    Returns: int64 [G] on the device, the sums of what was written (of what was read where nothing was). Nothing waits.
+        sums: how many lanes each sum is over, the first ones first; none = one sum over all. The places of words count
+            from 0 in each.
+    Returns: int64 [G, K] on the device, the sums of what was written (of what was read where nothing was). Nothing
+        waits.
     Raises:
         ValueError: sizes disagree, or a page lies outside.
     Cost: the bytes read once, and written once; here more often.
     """
-    check_pull(lanes, pages_G, sources, source_pages_G)
+    check_pull(lanes, pages_G, sources, source_pages_G, sums)
     device = lanes[0].device
     ids = torch.from_numpy(np.ascontiguousarray(pages_G, np.int64)).to(device)
     if source_pages_G is not None and sources:
@@ -70,5 +75,8 @@ def pull_pages(
             lane[ids] = rows
     else:
         taken = [lane[ids] for lane in lanes]
-    sums = page_sums(torch.cat(taken, dim=1).cpu().numpy(), seed)
-    return torch.from_numpy(sums.view(np.int64)).to(device)
+    flat = [rows.flatten(1) for rows in taken]
+    ends = list(accumulate(sums or (len(lanes),)))
+    pieces = [torch.cat(flat[first:end], dim=1).cpu().numpy() for first, end in pairwise((0, *ends))]
+    found_GK = np.stack([page_sums(rows_GY, seed) for rows_GY in pieces], axis=1)
+    return torch.from_numpy(found_GK.view(np.int64)).to(device)

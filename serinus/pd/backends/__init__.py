@@ -21,14 +21,19 @@ from serinus.pd.backends.one_sided import (
     OneSided,
     OpResult,
     OpState,
+    PageRows,
     Region,
     RowReader,
+    SliceReader,
     Strips,
     pack_endpoint,
+    rows_of,
     strips_between,
+    strips_between_rows,
     strips_into_rows,
     strips_of_part,
     unpack_endpoint,
+    whole_rows,
 )
 from serinus.pd.backends.shm import ShmBackend, host_identity, shm_works
 from serinus.pd.backends.tcp import TcpBackend
@@ -46,6 +51,7 @@ __all__ = [
     "OneSided",
     "OpResult",
     "OpState",
+    "PageRows",
     "Pull",
     "Receiver",
     "Region",
@@ -53,6 +59,7 @@ __all__ = [
     "Sender",
     "SharedAllocation",
     "ShmBackend",
+    "SliceReader",
     "Staged",
     "Strips",
     "TcpBackend",
@@ -60,11 +67,14 @@ __all__ = [
     "make_backends",
     "make_one_sided",
     "pack_endpoint",
+    "rows_of",
     "shm_works",
     "strips_between",
+    "strips_between_rows",
     "strips_into_rows",
     "strips_of_part",
     "unpack_endpoint",
+    "whole_rows",
 ]
 
 

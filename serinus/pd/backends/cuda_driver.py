@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from serinus.core.errors import ConfigError, InvariantError, TransferFailed
 from serinus.kernels import load
 from serinus.pd.backends.cuda_ipc import SharedAllocation
-from serinus.pd.backends.one_sided import Region
+from serinus.pd.backends.one_sided import PageRows, Region, whole_rows
 from serinus.pd.backends.shm import host_identity
 
 _HANDLE_BYTES: Final = 64
@@ -36,15 +37,15 @@ class _Handle(ctypes.Structure):
 class DevicePull:
     """A gather on a stream, between two events, and its sums in pinned memory once they are read."""
 
-    def __init__(self, sums_G: Tensor, begin: Any, end: Any, read: Any) -> None:
-        self._sums_G, self._begin, self._end, self._read = sums_G, begin, end, read
+    def __init__(self, sums_GK: Tensor, begin: Any, end: Any, read: Any) -> None:
+        self._sums_GK, self._begin, self._end, self._read = sums_GK, begin, end, read
 
     def done(self) -> bool:
         return bool(self._read.query())
 
     def sums(self) -> bytes:
         self._read.synchronize()
-        return self._sums_G.numpy().astype("<i8").tobytes()
+        return self._sums_GK.numpy().astype("<i8").tobytes()
 
     @property
     def seconds(self) -> float:
@@ -99,9 +100,9 @@ class CudaDriver:
         """Have the kernels compiled. Raises ConfigError: a page that is read twice has two sums."""
         torch.cuda.current_stream(self._device).synchronize()  # what fills the pool, and steps that were tried
         padding = np.zeros(1, np.int32)
-        for region in regions:
-            expected = self.sums((region,), padding, 0)
-            if self.pull([(region, region)], padding, padding, 0).sums() != expected:
+        for rows in [rows for region in regions for rows in (whole_rows(region), _some_rows(region))]:
+            expected = self.sums(((rows,),), padding, 0)
+            if self.pull([(rows, rows)], padding, padding, 0).sums() != expected:
                 raise ConfigError("pd: cuda_ipc: a page read twice has two sums, expected a device that works")
 
     # ---- memory -----------------------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ class CudaDriver:
 
     def close(self, address: int) -> None:
         """Unmap it. Raises InvariantError: it was not open."""
-        _lanes.cache_clear()
+        _lane.cache_clear()
         error = self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
         if error:
             raise InvariantError(f"pd: memory of a peer cannot be closed: {error}, expected it to be open")
@@ -145,31 +146,33 @@ class CudaDriver:
     # ---- pages ------------------------------------------------------------------------------------------------------
 
     def pull(
-        self, pairs: Sequence[tuple[Region, Region]], pages: NDArray[np.int32], sources: NDArray[np.int32], seed: int
-    ) -> DevicePull:
+        self, pairs: Sequence[tuple[PageRows, PageRows]], pages: NDArray[np.int32], sources: NDArray[np.int32],
+        seed: int,
+    ) -> DevicePull:  # fmt: skip
         """Queue a gather behind what is queued for the model now; it shares the device with what comes later."""
         self._pulls.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._pulls):
             begin = _event()
-            ours, theirs = (_lanes(regions) for regions in zip(*pairs, strict=True))
+            ours, theirs = ([_lane(rows) for rows in side] for side in zip(*pairs, strict=True))
             return self._read(self._kernels.pull_pages(ours, _ids(pages), seed, theirs, _ids(sources)), begin)
 
-    def sums(self, regions: Sequence[Region], pages: NDArray[np.int32], seed: int) -> bytes:
+    def sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> bytes:
         """Of own pages, which are whole when what is queued for the model now has run: the host need not have waited
         for a step that chose no token. Waits for the device."""
         self._own.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._own):
-            begin = _event()
-            return self._read(self._kernels.pull_pages(_lanes(tuple(regions)), _ids(pages), seed), begin).sums()
+            begin, lanes = _event(), [_lane(each) for group in rows for each in group]
+            counts = [len(group) for group in rows]
+            return self._read(self._kernels.pull_pages(lanes, _ids(pages), seed, (), None, counts), begin).sums()
 
-    def _read(self, sums_G: Tensor, begin: Any) -> DevicePull:
+    def _read(self, sums_GK: Tensor, begin: Any) -> DevicePull:
         """Have them copied to the host behind the current stream, which goes on meanwhile."""
-        end, read_G = _event(), torch.empty(len(sums_G), dtype=torch.int64, pin_memory=True)
+        end, read_GK = _event(), torch.empty(sums_GK.shape, dtype=torch.int64, pin_memory=True)
         with torch.cuda.stream(self._reads):
             self._reads.wait_event(end)
-            read_G.copy_(sums_G, non_blocking=True)
-            sums_G.record_stream(self._reads)
-            return DevicePull(read_G, begin, end, _event())
+            read_GK.copy_(sums_GK, non_blocking=True)
+            sums_GK.record_stream(self._reads)
+            return DevicePull(read_GK, begin, end, _event())
 
 
 def _event() -> Any:
@@ -196,12 +199,17 @@ class _Memory:
         }  # fmt: skip
 
 
-@lru_cache(maxsize=64)
-def _lanes(regions: tuple[Region, ...]) -> list[Tensor]:
-    """Each lane as its pages, uint8 [P, bytes of a strip]."""
-    found: list[Tensor] = []
-    for region in regions:
-        memory: Tensor = torch.as_tensor(_Memory(region.address, region.byte_count))
-        shape, steps = (region.page_count, region.strip_bytes), (region.strip_bytes, 1)
-        found += [memory.as_strided(shape, steps, lane * region.lane_stride) for lane in range(region.lane_count)]
-    return found
+@lru_cache(maxsize=256)
+def _lane(rows: PageRows) -> Tensor:
+    """Them in every page, uint8 [P, S, R, W]."""
+    steps = rows.page_step, rows.strip_step, rows.row_step
+    shape = rows.page_count, *rows.shape
+    byte_count = rows.row_bytes + sum((size - 1) * step for size, step in zip(shape, steps, strict=False))
+    memory: Tensor = torch.as_tensor(_Memory(rows.address, byte_count))
+    return memory.as_strided(shape, (*steps, 1))
+
+
+def _some_rows(region: Region) -> PageRows:
+    """Two short rows of each page: the kernel that reads slices is compiled for such."""
+    step = region.strip_bytes // 32 * 16 or 8
+    return replace(whole_rows(region), row_count=2, row_step=step, row_bytes=min(16, step))

@@ -1,7 +1,9 @@
 """Pages of another process on a GPU, through memory that it shares (CUDA IPC): the decode engine reads (pull, mode C).
 
 The owner's memory is opened once; a kernel gathers scattered pages from it straight into own pages, and sums over what
-it writes, which is compared with the owner's sums of the same pages: nothing passes through the host. What makes mode C
+it writes, which is compared with the owner's sums of the same bytes: nothing passes through the host. Between ranks of
+unequal layouts the bytes are layers and heads of pages, by the same kernel; the owner then makes a sum for each rank
+that reads of a page. What makes mode C
 necessary: a read never fails. Memory of an owner that was killed stays readable until we let it go, that of one which
 has given its pages to others is read as it is. So the lease, CONFIRM and the sums decide, never the read itself.
 """
@@ -23,13 +25,18 @@ from serinus.pd.backends.one_sided import (
     Fenced,
     OpResult,
     OpState,
+    PageRows,
     Region,
     check_match,
+    check_pages,
     pack_endpoint,
     pairs_of_part,
+    rows_of,
     unpack_endpoint,
+    whole_rows,
 )
 from serinus.pd.modes import Capabilities, Mode
+from serinus.pd.slices import Slice
 
 _SHARED_MAX: Final = 8
 """Allocations of one rank."""
@@ -54,7 +61,7 @@ class Pull(Protocol):
         """Whether nothing of it is read or written any more. Never waits."""
 
     def sums(self) -> bytes:
-        """Of the pages that were written (kernels pull_pages), a little-endian u64 each. Waits until it is done."""
+        """Of what was written of each page (kernels pull_pages), a little-endian u64. Waits until it is done."""
 
     @property
     def seconds(self) -> float:
@@ -84,13 +91,14 @@ class IpcLibrary(Protocol):
         """Let memory go that was opened; nothing may read it any more."""
 
     def pull(
-        self, pairs: Sequence[tuple[Region, Region]], pages: NDArray[np.int32], sources: NDArray[np.int32], seed: int
-    ) -> Pull:
-        """Queue: own pages are filled from those of opened memory. `pairs`: own region and source, in the order of a
-        page's bytes. It begins when what was queued before on own pages is over, and gives way to the model."""
+        self, pairs: Sequence[tuple[PageRows, PageRows]], pages: NDArray[np.int32], sources: NDArray[np.int32],
+        seed: int,
+    ) -> Pull:  # fmt: skip
+        """Queue: rows of own pages are filled from those of opened memory. `pairs`: own rows and source, in the order
+        of a page's bytes. It begins when what was queued before on own pages is over, and gives way to the model."""
 
-    def sums(self, regions: Sequence[Region], pages: NDArray[np.int32], seed: int) -> bytes:
-        """Of own pages where they lie. Waits for the device."""
+    def sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> bytes:
+        """Of own pages where they lie: of each a little-endian u64 over each of `rows`. Waits for the device."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,7 +128,7 @@ class CudaIpcBackend:
     """One rank's memory, and what it has opened of others."""
 
     name = "cuda_ipc"
-    capabilities = Capabilities(mode=Mode.PULL, same_host=True, whole_chunks=True)
+    capabilities = Capabilities(mode=Mode.PULL, recut=Mode.PULL, same_host=True, whole_chunks=True, slices=True)
 
     def __init__(self, library: IpcLibrary, *, shares: bool) -> None:
         """`shares`: whether peers read our memory (prefill); else we only read theirs (decode), and name none."""
@@ -173,19 +181,28 @@ class CudaIpcBackend:
 
     def digests(self, part: Part, pages: NDArray[np.int32], seed: int) -> bytes | None:
         """Sums of own pages. Cost: reads them once, and waits for that."""
-        return self._library.sums([region for region in self._regions if region.part is part], pages, seed)
+        whole = [whole_rows(region) for region in self._regions if region.part is part]
+        return self._library.sums((whole,), pages, seed)
+
+    def slice_digests(self, part: Part, slices: Sequence[Slice], pages: NDArray[np.int32], seed: int) -> bytes:
+        """See SliceReader. Cost: reads what is in slices once for each, and waits for that."""
+        region = _kv_region(self._regions, part)
+        return self._library.sums([(rows_of(region, each),) for each in slices], pages, seed)
 
     # ---- peers ------------------------------------------------------------------------------------------------------
 
-    def refusal(self, ours: Sequence[bytes], theirs: Sequence[bytes]) -> str:
-        """Why a rank of a peer cannot read the memory of our rank of the same number, in words; empty = all may."""
+    def refusal(self, ours: Sequence[bytes], theirs: Sequence[bytes], pairs: Sequence[tuple[int, int]]) -> str:
+        """Why a rank of a peer cannot read the memory of a rank of ours that has bytes for it, in words; empty = all
+        may."""
         try:
             owners, readers = ([_session(unpack_endpoint(each)) for each in ends] for ends in (ours, theirs))
         except TransferFailed as error:
             return str(error)
-        if len(owners) != len(readers):
-            return f"it names GPUs of {len(readers)} ranks, expected {len(owners)}"
-        for rank, (owner, reader) in enumerate(zip(owners, readers, strict=True)):
+        expected = 1 + max(reader for _, reader in pairs)
+        if len(readers) != expected:
+            return f"it names GPUs of {len(readers)} ranks, expected {expected}"
+        for rank, reader_rank in pairs:
+            owner, reader = owners[rank], readers[reader_rank]
             if owner.process == reader.process:
                 return "both engines are in one process, which cannot open its own memory"
             if owner.device not in reader.reachable:
@@ -257,16 +274,40 @@ class CudaIpcBackend:
 
         Raises TransferFailed: the peer is not connected, or its pages differ in shape from ours.
         """
-        known = self._peers.get(peer)
-        if known is None:
-            raise TransferFailed(f"pd: {peer} is not connected")
+        known = self._known(peer)
         pairs = pairs_of_part(self._regions, known.regions, part)
         for ours, theirs in pairs:
             check_match(ours, theirs, pages, sources)
+        rows = [(whole_rows(ours), whole_rows(theirs)) for ours, theirs in pairs]
+        return self._begin(known, rows, pages, sources, digest_seed)
+
+    def read_slice(
+        self, peer: str, part: Part, between: tuple[Slice, Slice], pages: NDArray[np.int32],
+        sources: NDArray[np.int32], digest_seed: int,
+    ) -> int:  # fmt: skip
+        """See SliceReader. Raises as `read`."""
+        known = self._known(peer)
+        theirs, ours = (
+            rows_of(_kv_region(regions, part), each)
+            for regions, each in zip((known.regions, self._regions), between, strict=True)
+        )
+        check_pages(ours.page_count, theirs.page_count, pages, sources)
+        return self._begin(known, [(ours, theirs)], pages, sources, digest_seed)
+
+    def _known(self, peer: str) -> _Peer:
+        known = self._peers.get(peer)
+        if known is None:
+            raise TransferFailed(f"pd: {peer} is not connected")
+        return known
+
+    def _begin(
+        self, known: _Peer, rows: Sequence[tuple[PageRows, PageRows]], pages: NDArray[np.int32],
+        sources: NDArray[np.int32], digest_seed: int,
+    ) -> int:  # fmt: skip
         for handle in known.handles:
             self._mapped[known.process, handle].users += 1
         self._last_op += 1
-        self._reads[self._last_op] = _Read(pull=self._library.pull(pairs, pages, sources, digest_seed), peer=known)
+        self._reads[self._last_op] = _Read(pull=self._library.pull(rows, pages, sources, digest_seed), peer=known)
         return self._last_op
 
     def poll(self, op: int) -> OpResult:
@@ -321,6 +362,14 @@ def _session(endpoint: Endpoint) -> _Session:
     if len(shared) > _SHARED_MAX or any(not 0 <= memory.byte_count < 1 << 63 for memory in shared):
         raise TransferFailed(f"pd: {len(shared)} allocations of cuda_ipc, expected up to {_SHARED_MAX} of sound sizes")
     return session
+
+
+def _kv_region(regions: Sequence[Region], part: Part) -> Region:
+    """Where the KV of a part lies, before its stamps. Raises TransferFailed: nowhere."""
+    found = next((region for region in regions if region.part is part), None)
+    if found is None:
+        raise TransferFailed(f"pd: part {part.name} lies in no region")
+    return found
 
 
 def _holds(memory: SharedAllocation, region: Region) -> bool:

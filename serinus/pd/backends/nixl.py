@@ -125,7 +125,7 @@ class NixlBackend:
 
     # ---- peers --------------------------------------------------------------------------------------------------
 
-    def refusal(self, ours: Sequence[bytes], theirs: Sequence[bytes]) -> str:
+    def refusal(self, ours: Sequence[bytes], theirs: Sequence[bytes], pairs: Sequence[tuple[int, int]]) -> str:
         """Nothing: whether the peer can be reached is seen at `connect`."""
         return ""
 

@@ -1,6 +1,7 @@
 """What a one-sided data backend is: it reads or writes another process's pages while that process does something else.
 
-Pages go whole: between ranks of equal layout from pool to pool, else from a pool into rows of memory that is not one.
+Pages go whole: between ranks of equal layout from pool to pool, else from a pool into rows of memory that is not one;
+or slices of them from pool to pool.
 What may move when is decided by the handoff machines; this face only says when an operation is over, and never says so
 too early. Torch-free.
 """
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from serinus.core.errors import InvariantError, TransferFailed
 from serinus.core.parts import Part
 from serinus.pd.modes import Capabilities
+from serinus.pd.slices import Slice
 
 _MAGIC: Final = b"SKV1"
 _HEAD: Final = struct.Struct("<4sBI")
@@ -78,6 +80,56 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PageRows:
+    """Rows of bytes in every page of a region: that of page p, strip s and row r lies at
+    address + p * page_step + s * strip_step + r * row_step."""
+
+    address: int
+    page_count: int
+    page_step: int
+    strip_count: int
+    strip_step: int
+    row_count: int
+    """Of one strip of a page."""
+    row_step: int
+    row_bytes: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Strips, rows, bytes: of both sides of a read the same."""
+        return self.strip_count, self.row_count, self.row_bytes
+
+
+def whole_rows(region: Region) -> PageRows:
+    """All of it: a row is a page in one lane."""
+    return PageRows(
+        address=region.address, page_count=region.page_count, page_step=region.strip_bytes,
+        strip_count=region.lane_count, strip_step=region.lane_stride, row_count=1, row_step=region.strip_bytes,
+        row_bytes=region.strip_bytes,
+    )  # fmt: skip
+
+
+def rows_of(region: Region, part: Slice) -> PageRows:
+    """The rows of a slice in the region that holds the KV of its rank's part.
+
+    Raises TransferFailed: that region is of pages of another size, or its lanes are neither whole pages nor strips.
+    """
+    if region.lane_count * region.strip_bytes != part.strip_count * part.strip_bytes:
+        raise TransferFailed(
+            f"pd: pages are {region.lane_count} x {region.strip_bytes} bytes there, the layout says"
+            f" {part.strip_count} x {part.strip_bytes}"
+        )
+    if region.lane_count not in (1, part.strip_count):
+        raise TransferFailed(f"pd: pages lie in {region.lane_count} lanes, expected 1 or {part.strip_count}")
+    step = part.strip_bytes if region.lane_count == 1 else region.lane_stride
+    return PageRows(
+        address=region.address + part.strips.start * step + part.start, page_count=region.page_count,
+        page_step=region.strip_bytes, strip_count=len(part.strips), strip_step=step, row_count=part.tokens,
+        row_step=part.token_bytes, row_bytes=part.row_bytes,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """How one rank's memory is reached."""
 
@@ -117,9 +169,10 @@ class OneSided(Protocol):
     def register(self, regions: Sequence[Region]) -> bytes:
         """Make memory reachable, once; returns our endpoint, for the peers. Raises ConfigError where it cannot be."""
 
-    def refusal(self, ours: Sequence[bytes], theirs: Sequence[bytes]) -> str:
+    def refusal(self, ours: Sequence[bytes], theirs: Sequence[bytes], pairs: Sequence[tuple[int, int]]) -> str:
         """Why a peer with these endpoints (one of each rank) and we, with ours, cannot reach each other, in words;
-        empty = it may work. Asked for at HELLO, on the side that is read or writes."""
+        empty = it may work. Asked for at HELLO, on the side that is read or writes. `pairs`: ranks of ours and theirs
+        between which anything moves."""
 
     def digests(self, part: Part, pages: NDArray[np.int32], seed: int) -> bytes | None:
         """Of own pages, as OpResult.digests are; None = reads make none: XXH3, by the page workers of both sides."""
@@ -170,6 +223,19 @@ class RowReader(OneSided, Protocol):
         some of it may still come: what is in the rows is checked before it is used."""
 
 
+class SliceReader(OneSided, Protocol):
+    """A backend that also reads slices of pages in place (capabilities.slices)."""
+
+    def slice_digests(self, part: Part, slices: Sequence[Slice], pages: NDArray[np.int32], seed: int) -> bytes:
+        """Of own pages, as OpResult.digests are: one for each slice, page by page."""
+
+    def read_slice(
+        self, peer: str, part: Part, between: tuple[Slice, Slice], pages: NDArray[np.int32],
+        sources: NDArray[np.int32], digest_seed: int,
+    ) -> int:  # fmt: skip
+        """Begin to fill a slice of own pages from one of the peer's; as `read`. `between`: the peer's, and ours."""
+
+
 def check_match(ours: Region, theirs: Region, pages: NDArray[np.int32], others: NDArray[np.int32]) -> None:
     """Whether own `pages` and the peer's `others` may be moved onto each other.
 
@@ -180,12 +246,17 @@ def check_match(ours: Region, theirs: Region, pages: NDArray[np.int32], others: 
     if (ours.lane_count, ours.strip_bytes) != (theirs.lane_count, theirs.strip_bytes):
         mine, other = (ours.lane_count, ours.strip_bytes), (theirs.lane_count, theirs.strip_bytes)
         raise TransferFailed(f"pd: pages are {mine} (lanes, bytes in each) here and {other} there, expected equal ones")
+    check_pages(ours.page_count, theirs.page_count, pages, others)
+
+
+def check_pages(own_count: int, their_count: int, pages: NDArray[np.int32], others: NDArray[np.int32]) -> None:
+    """Whether these are as many pages, of those that there are. Raises as `check_match`."""
     if len(pages) != len(others) or not len(pages):
         raise TransferFailed(f"pd: {len(pages)} pages here and {len(others)} there, expected as many, and some")
-    if pages.min() < 1 or pages.max() >= ours.page_count:
-        raise InvariantError(f"pd: own pages {pages.min()} .. {pages.max()}, expected 1 .. {ours.page_count - 1}")
-    if others.min() < 1 or others.max() >= theirs.page_count:
-        raise TransferFailed(f"pd: pages {others.min()} .. {others.max()}, the peer has 1 .. {theirs.page_count - 1}")
+    if pages.min() < 1 or pages.max() >= own_count:
+        raise InvariantError(f"pd: own pages {pages.min()} .. {pages.max()}, expected 1 .. {own_count - 1}")
+    if others.min() < 1 or others.max() >= their_count:
+        raise TransferFailed(f"pd: pages {others.min()} .. {others.max()}, the peer has 1 .. {their_count - 1}")
 
 
 def strips_between(ours: Region, theirs: Region, pages: NDArray[np.int32], others: NDArray[np.int32]) -> Strips:
@@ -206,6 +277,27 @@ def strips_between(ours: Region, theirs: Region, pages: NDArray[np.int32], other
 
     sizes = np.broadcast_to(counts * ours.strip_bytes, (ours.lane_count, len(counts)))
     return Strips(local=addresses(ours, pages), remote=addresses(theirs, others), byte_counts=sizes.reshape(-1))
+
+
+def strips_between_rows(
+    ours: PageRows, theirs: PageRows, pages: NDArray[np.int32], others: NDArray[np.int32]
+) -> Strips:
+    """What to move between rows of own `pages` and those of the peer's `others`, one by one. Raises as `check_match`.
+
+    Cost: O(rows) numbers, in numpy.
+    """
+    if ours.shape != theirs.shape:
+        raise TransferFailed(f"pd: {ours.shape} (strips, rows, bytes) here and {theirs.shape} there, expected the same")
+    check_pages(ours.page_count, theirs.page_count, pages, others)
+    strips_S1, rows_R = np.arange(ours.strip_count)[:, None], np.arange(ours.row_count)
+
+    def addresses(side: PageRows, ids: NDArray[np.int32]) -> NDArray[np.int64]:
+        starts_G11 = side.address + ids.astype(np.int64)[:, None, None] * side.page_step
+        found: NDArray[np.int64] = (starts_G11 + strips_S1 * side.strip_step + rows_R * side.row_step).reshape(-1)
+        return found
+
+    local, remote = addresses(ours, pages), addresses(theirs, others)
+    return Strips(local=local, remote=remote, byte_counts=np.full(len(local), ours.row_bytes, np.int64))
 
 
 def strips_into_rows(
