@@ -16,7 +16,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from serinus.core.errors import InvariantError, TransferFailed
+from serinus.core.errors import ConfigError, InvariantError, TransferFailed
 from serinus.core.parts import Part
 from serinus.pd.modes import Capabilities
 
@@ -168,6 +168,15 @@ class RowReader(OneSided, Protocol):
     def read_rows(self, peer: str, part: Part, rows: NDArray[np.uint8], sources: NDArray[np.int32]) -> int:
         """Begin to fill rows[G, page_bytes of the peer], lent before, from the peer's pages; as `read`. After FAILED
         some of it may still come: what is in the rows is checked before it is used."""
+
+
+def check_words(name: str, regions: Sequence[Region]) -> None:
+    """Whether pages can be summed on a GPU. Raises ConfigError: strips of a region are no multiple of 8 bytes."""
+    odd = [region for region in regions if region.strip_bytes % 8]
+    if odd:
+        raise ConfigError(
+            f"pd: {name} sums words of 8 bytes on a GPU; a page of part {odd[0].part.name} has {odd[0].strip_bytes}"
+        )
 
 
 def check_match(ours: Region, theirs: Region, pages: NDArray[np.int32], others: NDArray[np.int32]) -> None:
