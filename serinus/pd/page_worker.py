@@ -165,8 +165,9 @@ class PageWorker:
                 self._ops.join(command, attached.intake.sources())
                 if not attached.intake.is_same:
                     self._ops.lend(command.peer, self._staged.area)
-            else:  # one of another layout reads, and is not reached by us
-                self._ops.join(command, (self.rank,) if is_same(self._layout, theirs) else ())
+            else:  # one that reads is not reached by us: what it named may have ended since, as after a failed read
+                writes = self._ops.writes(command.backend) and is_same(self._layout, theirs)
+                self._ops.join(command, (self.rank,) if writes else ())
         except TransferFailed as error:
             return PeerUnreachable(peer=command.peer, reason=str(error))
         return None

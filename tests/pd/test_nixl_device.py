@@ -10,16 +10,20 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from serinus.core.clock import ManualClock
 from serinus.core.errors import ConfigError, TransferFailed
 from serinus.core.parts import Part
 from serinus.kernels.ref.pull_pages import page_sums
-from serinus.pd import Mode
+from serinus.pd import AttachPeer, Mode, MovePiece, PageWorker, PieceMoved, RankLayout
 from serinus.pd.backends import NixlBackend, OpResult, OpState, Region, make_one_sided, pack_endpoint
 from serinus.pd.backends.nixl import NixlLibrary
+from tests.pd.test_late import Store
+from tests.pd.tiny import LAYOUT
 
 PAGES, STRIP, LANES = 20, 32, 2
 BYTES = PAGES * STRIP * LANES
@@ -370,6 +374,35 @@ def test_an_owner_that_is_gone_fails_its_reads_also_before_they_were_posted() ->
     assert np.array_equal(two.lanes(two.target), before)
     with pytest.raises(TransferFailed, match="not connected"):
         two.reader.read("p/0", Part.FULL, SOME, OTHERS)
+
+
+def test_a_peer_whose_bytes_have_come_is_forgotten_without_an_end_of_the_agent() -> None:
+    two = Two.made()
+    op = two.reader.read("p/0", Part.FULL, SOME, OTHERS)
+    two.move()
+    assert two.reader.poll(op).state is OpState.PENDING
+    two.reader.disconnect("p/0")
+    assert two.ended(op).state is OpState.DONE
+    assert "end d.1" not in two.machine.log
+
+
+def test_an_owner_takes_a_reader_whose_agent_was_made_anew_since_it_named_it() -> None:
+    two = Two.made()
+    stale = two.reader.endpoint
+    two.reader.fence("nobody")
+    with pytest.raises(TransferFailed, match="does not know what to make of"):
+        two.owner.connect("d", stale)
+    layout = msgspec.structs.replace(LAYOUT, tp=1, pp=1)
+    owner = PageWorker(
+        0, layout=RankLayout(layout), stores={Part.FULL: Store(16)}, backends=[two.owner], clock=ManualClock()
+    )  # fmt: skip
+    assert owner.obey(AttachPeer(peer="d", backend="nixl", layout=layout, endpoints=(stale,))) is None
+    move = MovePiece(
+        peer="d", xid="x", piece=0, rank=0, mode=Mode.PULL, part=Part.FULL, pages=OTHERS, digest_seed=5
+    )  # fmt: skip
+    told = owner.obey(move)
+    assert isinstance(told, PieceMoved)
+    assert told.digests == two.owner.digests(Part.FULL, OTHERS, 5)
 
 
 def test_an_end_waits_for_the_device() -> None:
