@@ -338,7 +338,9 @@ def test_a_read_that_fails_ends_the_agent_and_waits_for_the_device_before_it_is_
     two.machine.fails.add("p.1")
     result = two.reader.poll(op)
     assert result.state is OpState.FAILED
-    assert two.machine.log == ["post", "end d.1", "settle", "start d.2"], "nothing of the old agent can write any more"
+    assert two.machine.log == ["post", "settle", "end d.1", "settle", "start d.2"], (
+        "nothing of the old agent can write any more"
+    )
     assert two.machine.cores["d.2"].registered == [("VRAM", 0, range(two.target, two.target + BYTES))]
     two.machine.fails.clear()
     assert two.ended(two.reader.read("p/0", Part.FULL, SOME, OTHERS)).state is OpState.DONE
@@ -409,7 +411,7 @@ def test_an_end_waits_for_the_device() -> None:
     two = Two.made()
     two.reader.read("p/0", Part.FULL, SOME, OTHERS)
     two.reader.close()
-    assert two.machine.log == ["post", "end d.1", "settle"]
+    assert two.machine.log == ["post", "settle", "end d.1", "settle"]
 
 
 def test_from_a_gpu_pages_only_go_whole_and_to_a_gpu() -> None:

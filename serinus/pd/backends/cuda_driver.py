@@ -169,7 +169,10 @@ class CudaDriver:
 
     def behind_queue(self) -> Callable[[], bool]:
         """Asks, without waiting, whether all that is queued for the model now has run."""
-        queued: Callable[[], bool] = torch.cuda.current_stream(self._device).record_event().query
+        stream = torch.cuda.current_stream(self._device)
+        if stream.query():
+            return lambda: True
+        queued: Callable[[], bool] = stream.record_event().query
         return queued
 
     def settle(self) -> None:

@@ -258,15 +258,22 @@ class NixlBackend:
                 self._endpoints.pop(peer, None)  # its next read says that it is not connected
 
     def _end(self) -> list[int]:
-        """End the agent; returns the reads that it had not ended. Nothing refers to it or to a handle of its then."""
+        """End the agent; returns the reads that it had not ended. Nothing refers to it or to a handle of its then.
+
+        On a GPU copies that were queued are waited for before, as the agent unmaps what they read, and after.
+        """
+        self._settle()
         left = [op for op, read in self._ops.items() if read.handle is not None]
         for op in left:
             self._ops[op].handle._released = True  # the agent frees its handles when it ends
             self._ops[op].handle = None
         self._agent = None
+        self._settle()
+        return left
+
+    def _settle(self) -> None:
         if self._device is not None:
             self._device.settle()
-        return left
 
     # ---- operations ---------------------------------------------------------------------------------------------
 
