@@ -268,7 +268,8 @@ class PdSettings:
     )
     transfer_backend: str = setting(
         "auto",
-        "how KV travels; auto = cuda_ipc between engines of one rank on GPUs of one machine, else shm, else tcp",
+        "how KV travels; auto = cuda_ipc between engines of one rank on GPUs of one machine, else shm, else tcp;"
+        " mooncake moves memory of the host alone",
         flag="--disaggregation-transfer-backend",
         choices=("auto", "cuda_ipc", "shm", "tcp", "nixl", "mooncake"),
     )

@@ -55,8 +55,8 @@ def test_a_pair_on_one_gpu_hands_over_within_its_memory_and_answers_as_one_engin
     assert metric(pair.url, "num_transfer_failed_reqs_total") == 0
 
 
+@pytest.mark.nixl
 def test_a_pair_by_nixl_answers_as_one_engine(checkpoint: str) -> None:
-    pytest.importorskip("nixl", reason="the package nixl is not installed")
     prompts = mixed_prompts(24, VOCAB, seed=5)
     with Server("serve", checkpoint, *SETTINGS, timeout_s=240) as alone:
         expected = [generate(alone.url, prompt, count)["output_ids"] for prompt, count in prompts]
@@ -125,11 +125,11 @@ SHAPES = {
 
 
 @pytest.mark.gpus(2)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(name, marks=[pytest.mark.nixl] if "nixl" in name else []) for name in SHAPES]
+)
 def test_ranks_on_two_gpus_hand_over_to_each_other(checkpoint: str, shape: str) -> None:
     tp, pp, decode_tp, decode_pp, gpus, decode_gpus, asked, taken = SHAPES[shape]
-    if asked == "nixl":
-        pytest.importorskip("nixl", reason="the package nixl is not installed")
     prompts = mixed_prompts(24, VOCAB, seed=15)
     with Server("serve", checkpoint, *SETTINGS, "--dtype", "float32", timeout_s=240) as alone:
         expected = [answer["output_ids"] for answer in generate_all(alone.url, prompts)]

@@ -18,7 +18,7 @@ from serinus.pd.backends import CudaDriver, NixlBackend, Region
 
 LANES = 2
 SEED = 7
-"""Of the sums."""
+"""Of the sums that are printed."""
 
 
 def made(pages: int, strip_bytes: int) -> Tensor:

@@ -34,11 +34,9 @@ QUIET = {"NIXL_LOG_LEVEL": "ERROR"}
 """It writes to standard output."""
 
 
-@pytest.fixture(params=["cuda_ipc", "nixl"])
+@pytest.fixture(params=["cuda_ipc", pytest.param("nixl", marks=pytest.mark.nixl)])
 def backend(request: pytest.FixtureRequest) -> str:
-    """How pages travel."""
-    if request.param == "nixl":
-        pytest.importorskip("nixl", reason="the package nixl is not installed")
+    """The way that pages travel."""
     return str(request.param)
 
 

@@ -17,7 +17,7 @@ from serinus.pd.backends import NixlBackend, OpResult, OpState
 from tests.children import children
 from tests.pd.nixl_owner import SEED, backend_over, made
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.nixl]
 
 PROGRAM = str(Path(__file__).with_name("nixl_owner.py"))
 PAGES, STRIP = 1024, 1 << 20
@@ -29,7 +29,6 @@ Owner = Callable[[], tuple[subprocess.Popen[str], bytes, bytes]]
 @pytest.fixture(params=["same", pytest.param("other", marks=pytest.mark.gpus(2))])
 def owner(request: pytest.FixtureRequest) -> Iterator[Owner]:
     """Starts a process with pages, on our GPU or on another one: the process, its endpoint and its sums."""
-    pytest.importorskip("nixl", reason="the package nixl is not installed")
     where = {"CUDA_VISIBLE_DEVICES": "1,0"} if request.param == "other" else {}
 
     with children() as start:
@@ -48,8 +47,7 @@ def pool() -> Tensor:
 
 
 @pytest.fixture
-def reader(pool: Tensor, owner: Owner) -> Iterator[NixlBackend]:
-    """`owner` comes first: it skips where the package is missing."""
+def reader(pool: Tensor) -> Iterator[NixlBackend]:
     backend = backend_over(pool)
     yield backend
     backend.close()

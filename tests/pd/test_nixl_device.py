@@ -38,7 +38,7 @@ def region(address: int, *, strip: int = STRIP, part: Part = Part.FULL) -> Regio
 
 
 class FakeError(Exception):
-    """Of the library."""
+    """All that the library raises."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,7 @@ class Machine:
         return address
 
     def at(self, address: int, count: int) -> NDArray[np.uint8]:
-        """Bytes there."""
+        """The bytes at an address."""
         base = max(each for each in self.memory if each <= address)
         return self.memory[base][address - base : address - base + count]
 
@@ -74,7 +74,7 @@ class Transfer:
     state: str = "PROC"
 
     def move(self) -> None:
-        """They arrive."""
+        """All of them arrive."""
         for (to, count, _), (start, _, _) in zip(self.local.tolist(), self.distant.tolist(), strict=True):
             self.machine.at(to, count)[:] = self.machine.at(start, count)
         self.state = "DONE"
@@ -103,7 +103,7 @@ class Core:
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """Of one transfer."""
+    """An agent's handle of one transfer."""
 
     core: Core
     transfer: Transfer
@@ -115,7 +115,7 @@ class Handle:
 
 
 class Agent:
-    """nixl_agent."""
+    """Stands for the class nixl_agent."""
 
     def __init__(self, machine: Machine, name: str, backends: list[str]) -> None:
         assert name not in machine.cores, "two agents of one name"
@@ -239,7 +239,7 @@ class Two:
     owner: NixlBackend
     reader: NixlBackend
     device: Device
-    """Of the reader."""
+    """That the reader's pool is on."""
 
     @classmethod
     def made(cls) -> Two:

@@ -243,8 +243,8 @@ class NixlBackend:
         return Fenced(all_peers=True, endpoint=self.endpoint)
 
     def _renew(self, reason: str) -> None:
-        """End the agent, so that all reads are over; fail them; start again with the same memory and peers. Those
-        whose bytes have come go on."""
+        """End the agent, so that all reads are over; fail them; start again with the same memory and peers.
+        Reads that only have to be summed go on."""
         for op in self._end():
             del self._ops[op]
             self._ended[op] = OpResult(state=OpState.FAILED, error=reason)
