@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if str(Path(__file__).resolve().parents[2]) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from serinus.core.ids import new_incarnation
 from serinus.core.parts import Part

@@ -20,8 +20,8 @@ from tests.pd.nixl_owner import SEED, backend_over, made
 pytestmark = [pytest.mark.gpu, pytest.mark.nixl]
 
 PROGRAM = str(Path(__file__).with_name("nixl_owner.py"))
-PAGES, STRIP = 1024, 1 << 20
-"""Two lanes: 2 GB."""
+PAGES, STRIP = 768, 1 << 20
+"""Two lanes: 1.6 GB, less than 2**31 elements."""
 CLOCK = WallClock()
 Owner = Callable[[], tuple[subprocess.Popen[str], bytes, bytes]]
 

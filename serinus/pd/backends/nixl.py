@@ -40,7 +40,7 @@ from serinus.pd.backends.one_sided import (
 )
 from serinus.pd.modes import Capabilities, Mode
 
-_DEVICE: Final = struct.Struct("<i")
+_PLACE: Final = struct.Struct("<i")
 """Before NIXL's own words in an endpoint: the owner's number of its GPU, or..."""
 _HOST: Final = -1
 _PENDING: Final = OpResult(state=OpState.PENDING)
@@ -181,7 +181,7 @@ class NixlBackend:
     @property
     def endpoint(self) -> bytes:
         """Ours, for the peers; it changes when the agent is made anew."""
-        place = _DEVICE.pack(_HOST if self._device is None else self._index)
+        place = _PLACE.pack(_HOST if self._device is None else self._index)
         return pack_endpoint(place + self._agent.get_agent_metadata(), self._regions)
 
     # ---- peers --------------------------------------------------------------------------------------------------
@@ -381,10 +381,10 @@ def _at_once() -> bool:
 
 def _place(endpoint: Endpoint) -> tuple[int, bytes]:
     """The GPU that a peer's pages are on, and NIXL's words. Raises TransferFailed: it is no endpoint of nixl."""
-    if len(endpoint.session) < _DEVICE.size:
+    if len(endpoint.session) < _PLACE.size:
         raise TransferFailed(f"pd: {len(endpoint.session)} bytes are no session of nixl")
-    (device,) = _DEVICE.unpack_from(endpoint.session)
-    return device, endpoint.session[_DEVICE.size :]
+    (device,) = _PLACE.unpack_from(endpoint.session)
+    return device, endpoint.session[_PLACE.size :]
 
 
 def _installed() -> NixlLibrary:
