@@ -30,8 +30,8 @@ SILENT_S = 3.0
 """After which a stopped owner is given up here."""
 LONG = 1 << 30
 """Cycles of the device that a read is held up for: half a second."""
-QUIET = {"NIXL_LOG_LEVEL": "ERROR"}
-"""It writes to standard output."""
+QUIET = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_FILE": "stderr"}
+"""Both write to standard output otherwise."""
 
 
 @pytest.fixture(params=["cuda_ipc", pytest.param("nixl", marks=pytest.mark.nixl)])

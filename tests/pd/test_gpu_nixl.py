@@ -16,6 +16,7 @@ from serinus.core.parts import Part
 from serinus.pd.backends import NixlBackend, OpResult, OpState
 from tests.children import children
 from tests.pd.nixl_owner import SEED, backend_over, made
+from tests.pd.test_gpu import QUIET
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nixl]
 
@@ -34,7 +35,7 @@ def owner(request: pytest.FixtureRequest) -> Iterator[Owner]:
     with children() as start:
 
         def started() -> tuple[subprocess.Popen[str], bytes, bytes]:
-            child, line = start(PROGRAM, str(PAGES), str(STRIP), NIXL_LOG_LEVEL="ERROR", **where)
+            child, line = start(PROGRAM, str(PAGES), str(STRIP), **QUIET, **where)
             endpoint, sums = map(bytes.fromhex, line.split())
             return child, endpoint, sums
 
