@@ -1,7 +1,7 @@
-"""KV from one process to another on one GPU, by backend cuda_ipc: GB/s of a pull beside a copy on the same card, and
-what handing a prompt over takes beside computing it. One JSON line each.
+"""KV from one process to another on one GPU, by backend cuda_ipc or nixl: GB/s of a pull beside a copy on the same
+card, and what handing a prompt over takes beside computing it. One JSON line each.
 
-    python -m benchmarks.gpu_handoff [--tokens 2000] [--rounds 30] [--no-engine] [--two-gpus]  (48 GB)
+    python -m benchmarks.gpu_handoff [--backend nixl] [--tokens 2000] [--rounds 30] [--no-engine] [--two-gpus]  (48 GB)
 
 Real ports, machines and pools of the shape of Qwen3-8B in two processes (handoff_pair.py). GB/s are bytes that were
 moved, each read once and written once: of the pull, with its sums, and in turns of a plain copy of as many bytes; one
@@ -62,10 +62,11 @@ def puller(pair: Pair, count: int = 1, between: tuple[Slice, Slice] | None = Non
     pages, sources = (rng.permutation(np.arange(1, PAGES + 1, dtype=np.int32))[:PULLED] for _ in range(2))
 
     def once() -> None:
-        for op in [read(peer, Part.FULL, pages, sources, 1234567) for _ in range(count)]:
-            while (result := backend.poll(op)).state is OpState.PENDING:
-                pass
-            assert result.state is OpState.DONE
+        ops = [read(peer, Part.FULL, pages, sources, 1234567) for _ in range(count)]
+        while ops:
+            states = {op: backend.poll(op).state for op in ops}
+            assert set(states.values()) <= {OpState.PENDING, OpState.DONE}
+            ops = [op for op, state in states.items() if state is OpState.PENDING]
 
     return once
 
@@ -154,6 +155,7 @@ def prefill_ms(tokens: int, rounds: int) -> float:
 def main() -> None:
     """Measure, and print a line each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--backend", choices=("cuda_ipc", "nixl"), default="cuda_ipc")
     parser.add_argument("--tokens", type=int, default=2000, help="length of the prompt")
     parser.add_argument("--rounds", type=int, default=30, help="of each measurement")
     parser.add_argument("--no-engine", action="store_true", help="without the prefill that the handoff is compared to")
@@ -168,11 +170,13 @@ def main() -> None:
     computing_ms = 0.0 if arguments.no_engine else prefill_ms(arguments.tokens, 5)
     owner, where = ("cuda:1", {"CUDA_VISIBLE_DEVICES": "1,0"}) if arguments.two_gpus else ("cuda:0", {})
     for busy in (False, True):
-        with contextlib.closing(Pair("cuda_ipc", MODEL, PAGES, script=SCRIPT, busy=busy, **where)) as pair:
+        with contextlib.closing(Pair(arguments.backend, MODEL, PAGES, script=SCRIPT, busy=busy, **where)) as pair:
             spent = handoffs(pair, arguments.tokens, arguments.rounds)
             if computing_ms:
                 spent |= {"prefill_ms": computing_ms, "of_prefill": spent["handoff_ms"] / computing_ms}
-            say = partial(emit, gpu=card, owner_busy=busy, two_gpus=arguments.two_gpus, goals=GOALS)
+            say = partial(
+                emit, gpu=card, backend=arguments.backend, owner_busy=busy, two_gpus=arguments.two_gpus, goals=GOALS
+            )
             say("gpu_handoff_prompt", tokens=arguments.tokens, bytes=byte_count, **rounded(spent))
             say("gpu_handoff_rates", **rounded(rates(pair, arguments.rounds, owner)))
 

@@ -104,11 +104,11 @@ def stamped(shape: Shape, tp: int, pp: int) -> LayoutSignature:
     )  # fmt: skip
 
 
-def backends_of(name: str, incarnation: int, *, shares: bool) -> Sequence[Backend | OneSided]:
-    """The one that is measured; `shares`: of the sending side."""
+def backends_of(name: str, incarnation: int, *, device: str, shares: bool) -> Sequence[Backend | OneSided]:
+    """The one that is measured, for pools on `device`; `shares`: of the sending side."""
     if name == "cuda_ipc":
         return (CudaIpcBackend(CudaDriver(), shares=shares),)
-    one_sided = make_one_sided(name, tag=f"bench-{incarnation}")
+    one_sided = make_one_sided(name, tag=f"bench-{incarnation}", device=device)
     return (one_sided,) if one_sided is not None else make_backends(name)
 
 
@@ -125,7 +125,7 @@ def prefill_process(words: Sequence[str]) -> None:
     shape = Shape(layers=layers, heads=heads, head_size=head_size, page_size=page_size, device=device)
     products = Products() if busy else None
     pool, incarnation, channel = shape.pool(pages), new_incarnation(), ZmqChannel("tcp://127.0.0.1:0")
-    backends = backends_of(backend, incarnation, shares=True)
+    backends = backends_of(backend, incarnation, device=device, shares=True)
     peers = Peers(Mailbox(channel, incarnation=incarnation, clock=CLOCK))
     port, line = make_port(PrefillSide, shape.settings("prefill", incarnation, backends[0]), pool, backends)
     print(f"\nADDRESS {channel.address}", flush=True)
@@ -203,7 +203,7 @@ class Pair:
         self.address = next(line for line in self.child.stdout if line.startswith("ADDRESS ")).split()[1]
         incarnation = new_incarnation()
         self.channel = CountingChannel()
-        backends = self.backends = backends_of(backend, incarnation, shares=False)
+        backends = self.backends = backends_of(backend, incarnation, device=shape.device, shares=False)
         self.peers = Peers(Mailbox(self.channel, incarnation=incarnation, clock=CLOCK))
         settings = shape.settings("decode", incarnation, backends[0])
         self.port, self.line = make_port(DecodeSide, settings, shape.pool(pages), backends)

@@ -1,5 +1,6 @@
 """The log is left as each test found it; a busy machine is no failure of a property test. Tests of several accelerators
-are skipped where there are fewer. Ctrl-C arrives, also where the suite runs behind a shell's `&`."""
+are skipped where there are fewer, those of nixl where it is not installed. Ctrl-C arrives, also where the suite runs
+behind a shell's `&`."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import logging
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -41,10 +43,11 @@ FIRST = (
 
 @pytest.hookimpl(trylast=True)  # what the marks leave out is gone
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order files for the workers of `make test`, which take one after the other; skip what needs more GPUs."""
+    """Order files for the workers of `make test`, which take one after the other; skip what needs more than is here."""
     if hasattr(config, "workerinput"):
         order_files(items)
     skip_without_gpus(items)
+    skip_without_nixl(items)
 
 
 def order_files(items: list[pytest.Item]) -> None:
@@ -72,3 +75,11 @@ def skip_without_gpus(items: Sequence[pytest.Item]) -> None:
             assert item.get_closest_marker("gpu") is not None, f"{item.nodeid} has the mark gpus, expected gpu as well"
             if count < wanted:
                 item.add_marker(pytest.mark.skip(reason=f"needs {wanted} GPUs, this machine has {count}"))
+
+
+def skip_without_nixl(items: Sequence[pytest.Item]) -> None:
+    """Skip, with a reason, what is marked `nixl` where the package is not installed."""
+    for item in items:
+        if item.get_closest_marker("nixl") is not None and find_spec("nixl") is None:
+            assert item.get_closest_marker("gpu") is not None, f"{item.nodeid} has the mark nixl, expected gpu as well"
+            item.add_marker(pytest.mark.skip(reason="needs the package nixl: pip install -e '.[nixl]'"))

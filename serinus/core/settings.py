@@ -269,7 +269,7 @@ class PdSettings:
     transfer_backend: str = setting(
         "auto",
         "how KV travels; auto = cuda_ipc between engines on GPUs of one machine, of whatever ranks, with pages of"
-        " equal size, else shm, else tcp",
+        " equal size, else shm, else tcp; mooncake moves memory of the host alone",
         flag="--disaggregation-transfer-backend",
         choices=("auto", "cuda_ipc", "shm", "tcp", "nixl", "mooncake"),
     )

@@ -102,8 +102,5 @@ def _step_s_max(config: ServeConfig, device: str) -> float:
 
 def overlaps(parts: RankParts) -> bool:
     """Whether steps are begun before the one before them is read. Not on a CPU, which would compute one before it gives
-    out the other; nor of several stages, which have several plans under way; nor where peers or cards write pages
-    beside the device's own queue, as they may be given pages that a step under way still writes."""
-    config = parts.config
-    is_direct = config.role != "unified" and config.pd.transfer_backend in ("nixl", "mooncake")
-    return parts.device != "cpu" and parts.mesh.pp == 1 and not (config.kernels.disable_overlap_schedule or is_direct)
+    out the other; nor of several stages, which have several plans under way."""
+    return parts.device != "cpu" and parts.mesh.pp == 1 and not parts.config.kernels.disable_overlap_schedule

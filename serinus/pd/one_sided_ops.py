@@ -16,6 +16,7 @@ from serinus.core.errors import ConfigError, TransferFailed
 from serinus.core.parts import PageStore, Part
 from serinus.pd.actions import AttachPeer, FencePeer
 from serinus.pd.backends import OneSided, OpResult, OpState, Region, RowReader, SliceReader
+from serinus.pd.modes import Mode
 from serinus.pd.pages import MovePiece, RankFenced, TakeIn
 from serinus.pd.slices import Slice
 from serinus.pd.staged_reads import StagedRead
@@ -72,6 +73,10 @@ class OneSidedOps(Generic[T]):
     def has(self, backend: str) -> bool:
         """Whether it is one of these."""
         return backend in self._backends
+
+    def writes(self, backend: str) -> bool:
+        """Whether pages of equal layouts are written by their owner (push), else read."""
+        return self._backends[backend].capabilities.mode is Mode.PUSH
 
     def digests(self, command: MovePiece) -> bytes | None:
         """Of own pages that a peer is to read, where the backend makes them itself."""

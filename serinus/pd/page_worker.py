@@ -167,11 +167,11 @@ class PageWorker:
                 self._ops.join(command, attached.intake.sources())
                 if not attached.intake.is_same and not slices:
                     self._ops.lend(command.peer, self._staged.area)
-            elif is_same(self._layout, theirs):
-                self._ops.join(command, (self.rank,))
-            else:  # one of another layout reads, and is not reached by us
-                self._ops.join(command, ())
-                attached.outlet = Outlet(self._layout, theirs, self.rank, self._stores) if slices else None
+            else:  # one that reads is not reached by us: what it named may have ended since, as after a failed read
+                is_equal = is_same(self._layout, theirs)
+                self._ops.join(command, (self.rank,) if is_equal and self._ops.writes(command.backend) else ())
+                if slices and not is_equal:
+                    attached.outlet = Outlet(self._layout, theirs, self.rank, self._stores)
         except TransferFailed as error:
             return PeerUnreachable(peer=command.peer, reason=str(error))
         return None

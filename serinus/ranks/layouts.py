@@ -70,13 +70,8 @@ def data_backends(config: ServeConfig, rank: int, device: str) -> tuple[AnyBacke
     choice, faults = config.pd.transfer_backend, parse_perturb(config.canary.kv_canary_perturb)
     if choice == "cuda_ipc":
         return (_cuda_ipc(config, device),)
-    if choice in ("nixl", "mooncake") and device != "cpu":
-        raise ConfigError(
-            f"engine: disaggregation_transfer_backend is {choice!r}, which moves memory of the host, and the pools are"
-            f" on {device!r}; expected auto, cuda_ipc, shm or tcp"
-        )
     tag = f"{config.engine_name}.{rank}-{new_incarnation()}"
-    one_sided = make_one_sided(choice, tag=tag, host=config.pd.bootstrap_host)
+    one_sided = make_one_sided(choice, tag=tag, host=config.pd.bootstrap_host, device=device)
     if one_sided is not None:
         return (one_sided,)
     staged = _staged_backends(config)

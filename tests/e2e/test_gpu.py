@@ -55,6 +55,24 @@ def test_a_pair_on_one_gpu_hands_over_within_its_memory_and_answers_as_one_engin
     assert metric(pair.url, "num_transfer_failed_reqs_total") == 0
 
 
+@pytest.mark.nixl
+def test_a_pair_by_nixl_answers_as_one_engine(checkpoint: str) -> None:
+    prompts = mixed_prompts(24, VOCAB, seed=5)
+    with Server("serve", checkpoint, *SETTINGS, timeout_s=240) as alone:
+        expected = [generate(alone.url, prompt, count)["output_ids"] for prompt, count in prompts]
+    words = ("--prefill", "1", "--decode", "1", *SETTINGS, "--disaggregation-transfer-backend", "nixl")
+    with Server("up", checkpoint, *words, timeout_s=240) as server:
+        answers = [generate(server.url, prompt, count) for prompt, count in prompts]
+        assert [answer["output_ids"] for answer in answers] == expected
+        handed = [answer["meta_info"] for answer in answers if answer["meta_info"]["handoff_tokens"]]
+        assert len(handed) >= 8, server.output
+        assert {info["handoff_backend"] for info in handed} == {"nixl"}
+        generate_all(server.url, mixed_prompts(64, VOCAB, seed=6))
+        idle(server.url)
+        assert metric(server.url, "kv_canary_violations_total") == 0
+        assert metric(server.url, "num_transfer_failed_reqs_total") == 0
+
+
 def test_a_prefill_engine_that_is_killed_is_missed_for_a_while_only(pair: Server) -> None:
     (prompt, count), *_ = mixed_prompts(1, VOCAB, seed=9)
     prompt = (prompt * 100)[:400]
@@ -103,12 +121,15 @@ SHAPES = {
     "two stages and two slices": ("1", "2", "2", "1", "0,1", "0,1", "auto", "cuda_ipc"),
     "two slices each": ("2", "1", "2", "1", "0,1", "1,0", "auto", "cuda_ipc"),
     "two slices and one, through the host": ("2", "1", "1", "1", "0,1", "1", "shm", "shm"),
+    "two slices each by nixl": ("2", "1", "2", "1", "0,1", "1,0", "nixl", "nixl"),
 }
 """TP and PP of prefill and of decode, the GPUs of both, the backend asked for, the backend that is taken."""
 
 
 @pytest.mark.gpus(2)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(name, marks=[pytest.mark.nixl] if "nixl" in name else []) for name in SHAPES]
+)
 def test_ranks_on_two_gpus_hand_over_to_each_other(checkpoint: str, shape: str) -> None:
     tp, pp, decode_tp, decode_pp, gpus, decode_gpus, asked, taken = SHAPES[shape]
     prompts = mixed_prompts(24, VOCAB, seed=15)

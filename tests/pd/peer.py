@@ -45,7 +45,7 @@ from serinus.pd import (
     host_identity,
     make_backends,
 )
-from serinus.pd.backends import CudaDriver, CudaIpcBackend, Region
+from serinus.pd.backends import CudaDriver, CudaIpcBackend, NixlBackend, Region
 from serinus.testing.answering_line import AnsweringLine
 from serinus.wire import Mailbox, ZmqChannel
 from serinus.wire.messages import LayoutSignature
@@ -147,6 +147,8 @@ class Ends:
         """`shares`: of a prefill engine."""
         if backend == "cuda_ipc":
             return cls(store=DeviceStore(), backends=(CudaIpcBackend(CudaDriver(), shares=shares),))
+        if backend == "nixl":
+            return cls(store=DeviceStore(), backends=(NixlBackend(f"peer-{new_incarnation()}", device=CudaDriver()),))
         return cls(store=Store(), backends=make_backends(backend, 64 << 20))
 
     def settings(self, engine: str, incarnation: int, **changes: object) -> HandoffSettings:

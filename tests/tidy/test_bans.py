@@ -109,7 +109,7 @@ def test_tests_never_sleep_and_never_mock() -> None:
 
 
 def test_no_test_is_skipped() -> None:
-    """But for the mark `gpus`, which tests/conftest.py reads: `make test` has none of these tests."""
+    """But for the marks `gpus` and `nixl`, which tests/conftest.py reads: `make test` has none of these tests."""
     marks = ("skip", "skipif", "xfail", "importorskip")
     wrong = []
     for source in suite():

@@ -96,14 +96,19 @@ def make_backends(choice: str, staging_bytes: int = 256 << 20) -> tuple[Backend,
     raise ConfigError(f"pd: data backend is {choice!r}, expected auto, shm or tcp (local joins engines of one process)")
 
 
-def make_one_sided(choice: str, *, tag: str, host: str = "127.0.0.1") -> OneSided | None:
+def make_one_sided(choice: str, *, tag: str, host: str = "127.0.0.1", device: str = "cpu") -> OneSided | None:
     """The one-sided backend that `--disaggregation-transfer-backend` names; None where it names another kind.
 
-    `tag` differs between any two processes, restarts included; `host` is where peers reach this process. Raises
-    ConfigError, naming the extra, where its package is not installed.
+    `tag` differs between any two processes, restarts included; `host` is where peers reach this process; the pools are
+    on `device`. Raises ConfigError: its package is not installed (the extra is named), or does not reach the device.
     """
     if choice == "nixl":
-        return NixlBackend(tag)
+        return NixlBackend(tag, device=None if device == "cpu" else CudaDriver(device))
+    if choice == "mooncake" and device != "cpu":
+        raise ConfigError(
+            f"pd: data backend mooncake writes into decode's pool, the pools are on {device!r}, and no fence is known"
+            " that ends its writes into memory of a GPU; expected auto, cuda_ipc, nixl, shm or tcp"
+        )
     if choice == "mooncake":
         return MooncakeBackend(host)
     return None

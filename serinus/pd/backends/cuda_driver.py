@@ -1,4 +1,5 @@
-"""CUDA as backend cuda_ipc uses it: handles of memory by the driver's interface, gathers by the kernels, on a stream.
+"""CUDA as backends use it: handles of memory by the driver's interface (cuda_ipc), gathers and sums of pages by the
+kernels, on streams.
 
 The driver, not torch's own sharing of tensors: a handle is 64 bytes that any process of the machine opens, with no file
 and no counter beside it that a killed process leaves behind.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
@@ -53,7 +54,7 @@ class DevicePull:
 
 
 class CudaDriver:
-    """pd's IpcLibrary on one device."""
+    """pd's IpcLibrary and PoolDevice, on one device."""
 
     def __init__(self, device: str = "cuda") -> None:
         """`device`: that the pools are on.
@@ -61,14 +62,14 @@ class CudaDriver:
         Raises ConfigError: there is no driver of CUDA, or no device.
         """
         if torch.device(device).type != "cuda" or not torch.cuda.is_available():
-            raise ConfigError(f"pd: cuda_ipc shares memory of a GPU, the pools are on {device!r}; expected shm or tcp")
+            raise ConfigError(f"pd: memory of a GPU is to be reached, the pools are on {device!r}; expected shm or tcp")
         try:
             self._cuda: Any = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise ConfigError(f"pd: cuda_ipc needs the driver of CUDA: {error}") from None
+            raise ConfigError(f"pd: pages on a GPU need the driver of CUDA: {error}") from None
         self._kernels = load("cuda")
         self._device = torch.device(device, torch.cuda.current_device())
-        index = self._device.index
+        index = self.index = self._device.index
         self.device = _uuid(index)
         others = range(torch.cuda.device_count())
         reached = [i for i in others if i == index or torch.cuda.can_device_access_peer(index, i)]
@@ -103,7 +104,7 @@ class CudaDriver:
         for rows in [rows for region in regions for rows in (whole_rows(region), _some_rows(region))]:
             expected = self.sums(((rows,),), padding, 0)
             if self.pull([(rows, rows)], padding, padding, 0).sums() != expected:
-                raise ConfigError("pd: cuda_ipc: a page read twice has two sums, expected a device that works")
+                raise ConfigError("pd: a page read twice has two sums, expected a device that works")
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
@@ -160,10 +161,26 @@ class CudaDriver:
         """Of own pages, which are whole when what is queued for the model now has run: the host need not have waited
         for a step that chose no token. Waits for the device."""
         self._own.wait_stream(torch.cuda.current_stream(self._device))
+        return self.begin_sums(rows, pages, seed).sums()
+
+    def begin_sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> DevicePull:
+        """Queue sums of own pages, which are whole, beside what is queued for the model."""
         with torch.cuda.stream(self._own):
             begin, lanes = _event(), [_lane(each) for group in rows for each in group]
             counts = [len(group) for group in rows]
-            return self._read(self._kernels.pull_pages(lanes, _ids(pages), seed, (), None, counts), begin).sums()
+            return self._read(self._kernels.pull_pages(lanes, _ids(pages), seed, (), None, counts), begin)
+
+    def behind_queue(self) -> Callable[[], bool]:
+        """Asks, without waiting, whether all that is queued for the model now has run."""
+        stream = torch.cuda.current_stream(self._device)
+        if stream.query():
+            return lambda: True
+        queued: Callable[[], bool] = stream.record_event().query
+        return queued
+
+    def settle(self) -> None:
+        """Wait for all that this process has queued on the device, by any library."""
+        torch.cuda.synchronize(self._device)
 
     def _read(self, sums_GK: Tensor, begin: Any) -> DevicePull:
         """Have them copied to the host behind the current stream, which goes on meanwhile."""

@@ -29,6 +29,7 @@ from serinus.pd.backends.one_sided import (
     Region,
     check_match,
     check_pages,
+    check_words,
     pack_endpoint,
     pairs_of_part,
     rows_of,
@@ -153,11 +154,7 @@ class CudaIpcBackend:
         """
         if self._regions:
             raise InvariantError("pd: memory is registered already, expected one call")
-        odd = [region for region in regions if region.strip_bytes % 8]
-        if odd:
-            raise ConfigError(
-                f"pd: cuda_ipc moves words of 8 bytes; a page of part {odd[0].part.name} has {odd[0].strip_bytes}"
-            )
+        check_words(self.name, regions)
         shared: list[SharedAllocation] = []
         for region in regions if self._shares else ():
             if not any(_holds(memory, region) for memory in shared):

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from serinus.core.errors import InvariantError, TransferFailed
+from serinus.core.errors import ConfigError, InvariantError, TransferFailed
 from serinus.core.parts import Part
 from serinus.pd.modes import Capabilities
 from serinus.pd.slices import Slice
@@ -234,6 +234,15 @@ class SliceReader(OneSided, Protocol):
         sources: NDArray[np.int32], digest_seed: int,
     ) -> int:  # fmt: skip
         """Begin to fill a slice of own pages from one of the peer's; as `read`. `between`: the peer's, and ours."""
+
+
+def check_words(name: str, regions: Sequence[Region]) -> None:
+    """Whether pages can be summed on a GPU. Raises ConfigError: strips of a region are no multiple of 8 bytes."""
+    odd = [region for region in regions if region.strip_bytes % 8]
+    if odd:
+        raise ConfigError(
+            f"pd: {name} sums words of 8 bytes on a GPU; a page of part {odd[0].part.name} has {odd[0].strip_bytes}"
+        )
 
 
 def check_match(ours: Region, theirs: Region, pages: NDArray[np.int32], others: NDArray[np.int32]) -> None:
