@@ -19,6 +19,7 @@ from serinus.core.clock import ManualClock, WallClock
 from serinus.core.parts import Part
 from serinus.core.rng import Rng
 from serinus.pool.storage import Disk, FileEntry, FileSystem, PageFiles
+from serinus.pool.storage.file import HEADER_BYTES
 from serinus.pool.storage.listings import Listings
 from serinus.sim.disk import Folders, SimDisk
 from tests.pool.storing import FULL, SWA
@@ -26,7 +27,7 @@ from tests.pool.writers import key_of
 
 UNKNOWN = bytes(16)
 DATA = np.arange(64, dtype=np.uint8)
-SIZE = 320
+SIZE = HEADER_BYTES + len(DATA)
 """Of a file with its header."""
 P, Q, R, S = KEYS = [key_of(100 + i) for i in range(4)]
 
@@ -128,7 +129,9 @@ class World:
         for _ in range(steps):
             self.rng.choice([*rules, self.settle])()
             for engine in self.engines:
-                assert {name for row in engine._after.values() for name in row} == engine._index.keys()
+                known = [name for row in engine._after.values() for name in row]
+                assert sorted(known) == sorted([*engine._index, *engine._gone])
+                assert engine._gone.keys() <= engine._after.keys(), "gone, and continued by none"
         for engine in self.engines:
             engine.close()
         return self.removals
@@ -251,6 +254,28 @@ def test_nothing_is_listed_to_learn_that_nothing_was_removed() -> None:
     disk.asked.clear()
     assert one.recalled() == []
     assert disk.asked == ["changed /d0/.removed/00"]
+
+
+@pytest.mark.parametrize("goes", ["for room", "as torn", "by another engine"])
+def test_what_lies_behind_a_page_that_is_gone_is_removed_too(goes: str) -> None:
+    folders = sim_folders()
+    one, two = (files_on("/d0", sim_disk(folders), 4 * SIZE if goes == "for room" else None) for _ in range(2))
+    chain(one)
+    match goes:
+        case "for room":
+            assert one.load(FULL, P, np.empty(64, np.uint8))
+            one.save(FULL, key_of(9), DATA)
+        case "as torn":
+            folders.files[str(one.path_of(FULL, Q))].data = b"torn"
+            assert not one.load(FULL, Q, np.empty(64, np.uint8))
+        case _:
+            folders.files.pop(str(one.path_of(FULL, Q)))
+            one._scan()
+    assert str(one.path_of(FULL, Q)) not in folders.files
+    assert one.remove([P]) == 3
+    assert len(one._index) == (goes == "for room")
+    assert not one._gone
+    two.close()
 
 
 # ---- what must not be missed -----------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class _File:
 
     size: int
     before: str | None = None
-    """Digest in the names of the page before it; None = not known yet."""
+    """Digest in the names of the page before it; empty = it is no page of ours, None = not known yet."""
 
 
 class PageFiles:
@@ -108,7 +108,9 @@ class PageFiles:
         self._lock, self._removing = threading.Lock(), threading.Lock()
         self._index: OrderedDict[str, _File] = OrderedDict()
         self._after: dict[str | None, dict[str, None]] = {}
-        """Names of the index, in order, by what it knows of the page before them."""
+        """Names of the index, in order, by what it knows of the page before them; and digests of pages in `_gone`."""
+        self._gone: dict[str, str] = {}
+        """Of pages that have no file any more and are continued by pages that have: the page before them."""
         self._listings = Listings(self._disk, clock)
         self._bytes = self._written = self._removed = self._bad = self._temps = 0
         self._writer = f"{new_incarnation():x}"
@@ -252,15 +254,16 @@ class PageFiles:
         for name in names:
             try:
                 is_ours = self._disk.head(self._path(name), header) and header[:8] == _MAGIC
-            except FileNotFoundError:
+            except (FileNotFoundError, IsADirectoryError):
                 self._forget(name)
                 continue
             except OSError as error:
                 failure = error
                 continue
+            before = self._digest(_HEADER.unpack(header)[_BEFORE]) if is_ours else ""
             with self._lock:
                 if name in self._index:
-                    self._continues(name, self._digest(_HEADER.unpack(header)[_BEFORE]) if is_ours else "")
+                    self._continues(name, before)
         return failure
 
     def _with_continuing(self, digests: Iterable[str]) -> list[str]:
@@ -313,24 +316,33 @@ class PageFiles:
     def _continues(self, name: str, before: str | None) -> None:
         """A file of the index continues this page. With the lock held."""
         file = self._index[name]
-        self._unlink(name, file)
-        file.before = before
         self._after.setdefault(before, {})[name] = None
+        if file.before != before:
+            self._unlink(name, file.before)
+        file.before = before
 
-    def _unlink(self, name: str, file: _File) -> None:
-        """A file continues no page. With the lock held."""
-        row = self._after.get(file.before, {})
+    def _unlink(self, name: str, before: str | None) -> None:
+        """It continues this page no more; and where nothing does, pages that are gone need not be known. With the lock
+        held."""
+        row = self._after.get(before, {})
         row.pop(name, None)
-        if not row:
-            self._after.pop(file.before, None)
+        while not row and self._after.pop(before, None) is not None and before in self._gone:
+            assert before is not None, "pool: a page before that is not known is gone, expected a known one"
+            name, before = before, self._gone.pop(before)
+            row = self._after[before]
+            del row[name]
 
     def _take_out(self, name: str) -> bool:
         """Take a file from the index; whether it was there. With the lock held."""
-        file = self._index.pop(name, None)
-        if file is not None:
-            self._bytes -= file.size
-            self._unlink(name, file)
-        return file is not None
+        file, digest = self._index.pop(name, None), _digest_in(name)
+        if file is None:
+            return False
+        self._bytes -= file.size
+        if file.before and digest in self._after and digest not in self._gone:
+            self._gone[digest] = file.before
+            self._after[file.before][digest] = None
+        self._unlink(name, file.before)
+        return True
 
     def _forget(self, name: str) -> None:
         """It was not there. Another thread or process may have written it meanwhile: its folder is listed again."""
@@ -383,13 +395,15 @@ class PageFiles:
         in its order."""
         found = [entry for entry in self._disk.entries(self._folder) if _PAGE.fullmatch(entry.name)]
         with self._lock:
-            before = self._index
-            place = {name: at for at, name in enumerate(before, 1)}
+            place = {name: at for at, name in enumerate(self._index, 1)}
             found.sort(key=lambda entry: (entry.used_ns, place.get(entry.name, 0), entry.name))
-            self._index, self._after = OrderedDict(), {}
+            for name in place.keys() - {entry.name for entry in found}:
+                self._take_out(name)
+            known, self._index = self._index, OrderedDict()
             for entry in found:
-                self._index[entry.name] = _File(entry.byte_count)
-                self._continues(entry.name, before[entry.name].before if entry.name in before else None)
+                file = self._index[entry.name] = known.get(entry.name, _File(0))
+                file.size = entry.byte_count
+                self._continues(entry.name, file.before)
             self._bytes = sum(file.size for file in self._index.values())
             self._listings.clear()  # of what was noted since the scan began
 

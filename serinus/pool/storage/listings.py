@@ -9,7 +9,7 @@ _SETTLED_NS = 2 * 10**9
 """A folder that changed so short before it was listed may change again without another time: file systems tell
 times to a clock tick (ext4, xfs and tmpfs before Linux 6.13: 1 to 10 ms), a second (ext3) or two (FAT)."""
 _OWN = -1
-"""Stands for the time of a folder that was listed while no other process could write: once others can it says nothing."""
+"""Stands for the time of a folder that was listed while no other process wrote: once others do it says nothing."""
 
 
 class Listings:
