@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -379,9 +378,10 @@ def test_what_a_removal_could_not_do_the_next_one_does(what: str) -> None:
     chain(two)
     path = one.path_of(FULL, R)
     disk.failing = f"{what} {path.parent if what == 'names' else path}"
-    with suppress(OSError):
+    with pytest.raises(OSError, match="the medium fails"):
         one.remove([Q])
     assert not disk.failing
+    assert two.recalled()[0] == Q, "what went was not told"
     one.remove([Q])
     left = {str(one.path_of(FULL, key)): key for key in KEYS}
     assert [left[path] for path in folders.files if path in left] == [P]

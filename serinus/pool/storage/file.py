@@ -202,10 +202,13 @@ class PageFiles:
         not told is told with the next removal, or when others are looked for.
         """
         named = {self._digest(key): key for key in keys}
-        count = 0
+        count, failure = 0, None
         with self._removing:
-            self._note_new()
-            failure = self._look_up()
+            for learn in (self._note_new, self._look_up):
+                try:
+                    learn()
+                except OSError as error:
+                    failure = error
         for digest in self._with_continuing(named):
             for name in (_file_name(digest, part) for part in self._parts):
                 header = bytearray(HEADER_BYTES)
@@ -229,8 +232,8 @@ class PageFiles:
         return found
 
     def _note_new(self) -> None:
-        """Note the files that other processes wrote. While no writer comes or goes and there is no other one, these are
-        none."""
+        """Note the files that other processes wrote: none while no writer comes or goes and there is no other one.
+        Raises OSError: the next removal lists what this one could not."""
         others = self._listings.is_new(f"{self._folder}/{WRITERS}")
         alone = not others and list(self._disk.writers(self._folder)) == [self._writer]
         for folder in (f"{self._folder}/{number:02x}" for number in range(256)):
@@ -245,9 +248,9 @@ class PageFiles:
                 self._listings.forget(folder)
                 raise
 
-    def _look_up(self) -> OSError | None:
-        """Learn from their headers which pages the files continue of which that is not known yet. Returns why that
-        failed for one of them: it is looked at again by the next removal."""
+    def _look_up(self) -> None:
+        """Learn from their headers which pages the files continue of which that is not known yet. Raises OSError: some
+        cannot be read, and are looked at again by the next removal."""
         with self._lock:
             names = list(self._after.get(None, ()))
         header, failure = bytearray(HEADER_BYTES), None
@@ -264,7 +267,8 @@ class PageFiles:
             with self._lock:
                 if name in self._index:
                     self._continues(name, before)
-        return failure
+        if failure is not None:
+            raise failure
 
     def _with_continuing(self, digests: Iterable[str]) -> list[str]:
         """Digests in the names of these pages, and of all that come after them."""
