@@ -6,6 +6,7 @@ torn or gone when it comes back, as nothing was flushed; and a medium fails now 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serinus.core.rng import Rng
-from serinus.pool.storage import SECRET_BYTES, FileEntry
+from serinus.pool.storage import SECRET_BYTES, WRITERS, FileEntry
 
 _RECENT_S = 0.5
 """What was written later than this before a crash is not on the medium yet."""
@@ -36,12 +37,19 @@ class Folders:
         self.files: dict[str, _File] = {}
         self.locks: dict[str, bool] = {}
         """Names of locks, and whether a living process holds each."""
+        self.changed: Counter[str] = Counter()
+        """How often a name came to a folder or left it, which stands for the time when one did last."""
         self.torn_count = 0
         """Files that crashes tore, or took away."""
 
     def put(self, path: str, data: bytes, writer: SimDisk, used_ns: int) -> None:
         """A file is there."""
         self.files[path] = _File(data, writer, self._now(), used_ns)
+        self.change(path)
+
+    def change(self, path: str) -> None:
+        """This name comes or goes."""
+        self.changed[path.rpartition("/")[0]] += 1
 
     def tear(self, writer: SimDisk, torn: float) -> None:
         """This process was killed. With this probability, for each file that it wrote a moment ago, that is gone, cut
@@ -52,6 +60,7 @@ class Folders:
             if not recent or file.torn or self._rng.random() >= torn:
                 continue
             self.torn_count += 1
+            self.change(path)
             file.torn = True
             keep = self._rng.randrange(len(file.data) + 1)
             match self._rng.randrange(4):
@@ -83,16 +92,19 @@ class SimDisk:
     def open_folder(self, folder: str, writer: str) -> bytes:
         self._held.add(f"{folder}/{writer}")
         self._folders.locks[f"{folder}/{writer}"] = True
+        self._folders.change(f"{folder}/{WRITERS}/{writer}")
         return folder.encode().ljust(SECRET_BYTES)[:SECRET_BYTES]
 
     def close_folder(self, folder: str, writer: str) -> None:
         self._held.discard(f"{folder}/{writer}")
         self._folders.locks.pop(f"{folder}/{writer}", None)
+        self._folders.change(f"{folder}/{WRITERS}/{writer}")
 
     def is_writing(self, folder: str, writer: str) -> bool:
         alive = self._folders.locks.get(f"{folder}/{writer}", False)
         if not alive:
             self._folders.locks.pop(f"{folder}/{writer}", None)
+            self._folders.change(f"{folder}/{WRITERS}/{writer}")
         return alive
 
     def writers(self, folder: str) -> list[str]:
@@ -104,8 +116,11 @@ class SimDisk:
                 name = path.rpartition("/")[2]
                 yield FileEntry(name=name, path=path, byte_count=len(file.data), used_ns=file.used_ns)
 
-    def names(self, folder: str) -> Iterator[str]:
-        return (entry.name for entry in self.entries(folder))
+    def names(self, folder: str) -> list[str]:
+        return [entry.name for entry in self.entries(folder)]
+
+    def changed_ns(self, folder: str) -> int:
+        return self._folders.changed[folder]
 
     def byte_count(self, path: str) -> int:
         return len(self._file(path).data)
@@ -146,10 +161,13 @@ class SimDisk:
         file, before = self._folders.files.pop(path), self._folders.files.get(target)
         assert before is None or before.torn or before.data == file.data, f"sim: I6: {target} stands for two contents"
         self._folders.files[target] = file
+        self._folders.change(path)
+        self._folders.change(target)
 
     def remove(self, path: str) -> None:
         self._file(path)
         del self._folders.files[path]
+        self._folders.change(path)
 
     def _file(self, path: str) -> _File:
         file = self._folders.files.get(path)

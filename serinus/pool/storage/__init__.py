@@ -4,12 +4,13 @@
 shelf that knows one page at a time: files.
 """
 
-from serinus.pool.storage.disk import SECRET_BYTES, Disk, FileEntry, FileSystem
+from serinus.pool.storage.disk import SECRET_BYTES, WRITERS, Disk, FileEntry, FileSystem
 from serinus.pool.storage.file import FileStorage, PageFiles
 from serinus.pool.storage.io import QueuedStorage, ShelfCounts
 
 __all__ = [
     "SECRET_BYTES",
+    "WRITERS",
     "Disk",
     "FileEntry",
     "FileStorage",

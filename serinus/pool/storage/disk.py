@@ -23,7 +23,7 @@ from serinus.core.clock import Clock
 from serinus.core.log import get_logger
 
 _log = get_logger("pool.storage")
-_WRITERS, _SECRET = ".writers", ".secret"
+WRITERS, _SECRET = ".writers", ".secret"
 SECRET_BYTES = 32
 """Of a folder's secret."""
 _OURS = re.compile(r"\.(writers|removed|secret)|[0-9a-f]{2}|tp[0-9]+-pp[0-9]+-.*")
@@ -68,8 +68,12 @@ class FileSystem(Protocol):
     def entries(self, folder: str) -> Iterator[FileEntry]:
         """What lies in the folders `ab/` of a storage folder; nothing where the folder is not there."""
 
-    def names(self, folder: str) -> Iterator[str]:
-        """The names of these alone. Cost: a tenth of what `entries` takes."""
+    def names(self, folder: str) -> Sequence[str]:
+        """The names in one folder `FOLDER/ab`; none where it is not there. Cost: a tenth of what `entries` takes."""
+
+    def changed_ns(self, folder: str) -> int:
+        """When a name came to one folder or left it, unix time, 0 where it is not there. Of FOLDER/.writers (WRITERS):
+        when a writer came or went."""
 
     def byte_count(self, path: str) -> int:
         """Size of a file. Raises FileNotFoundError."""
@@ -110,7 +114,7 @@ class Disk:
 
     def open_folder(self, folder: str, writer: str) -> bytes:
         _make_private(Path(folder))
-        Path(folder, _WRITERS).mkdir(mode=0o700, exist_ok=True)
+        Path(folder, WRITERS).mkdir(mode=0o700, exist_ok=True)
         path = _lock_path(folder, writer)
         self._locks[path] = _locked(path)
         secret = _secret_of(folder)
@@ -142,7 +146,7 @@ class Disk:
             os.close(fd)
 
     def writers(self, folder: str) -> list[str]:
-        return [path.stem for path in Path(folder, _WRITERS).glob("*.lock")]
+        return [path.stem for path in Path(folder, WRITERS).glob("*.lock")]
 
     def entries(self, folder: str) -> Iterator[FileEntry]:
         for top in _tops(folder):
@@ -154,10 +158,15 @@ class Disk:
                             name=entry.name, path=entry.path, byte_count=about.st_size, used_ns=about.st_mtime_ns
                         )
 
-    def names(self, folder: str) -> Iterator[str]:
-        for top in _tops(folder):
-            with suppress(FileNotFoundError):
-                yield from os.listdir(top)
+    def names(self, folder: str) -> list[str]:
+        with suppress(FileNotFoundError):
+            return os.listdir(folder)
+        return []
+
+    def changed_ns(self, folder: str) -> int:
+        with suppress(FileNotFoundError):
+            return os.stat(folder).st_mtime_ns
+        return 0
 
     def byte_count(self, path: str) -> int:
         return os.stat(path).st_size
@@ -295,7 +304,7 @@ def _secret_of(folder: str) -> bytes:
 
 
 def _lock_path(folder: str, writer: str) -> str:
-    return f"{folder}/{_WRITERS}/{writer}.lock"
+    return f"{folder}/{WRITERS}/{writer}.lock"
 
 
 def _locked(path: str) -> int:

@@ -22,7 +22,7 @@ import re
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -38,8 +38,9 @@ from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
 from serinus.pool.host import HostPool
-from serinus.pool.storage.disk import BLOCK_BYTES, Disk, FileSystem, this_hour
+from serinus.pool.storage.disk import BLOCK_BYTES, WRITERS, Disk, FileSystem, this_hour
 from serinus.pool.storage.io import QueuedStorage, RareWarning, ShelfCounts
+from serinus.pool.storage.listings import Listings
 from serinus.pool.storage.removals import Notices
 from serinus.pool.workers import Workers
 
@@ -66,7 +67,7 @@ class _File:
 
     size: int
     before: str | None = None
-    """Digest in the names of the page before it; None = not known yet."""
+    """Digest in the names of the page before it; empty = it is no page of ours, None = not known yet."""
 
 
 class PageFiles:
@@ -104,8 +105,13 @@ class PageFiles:
         self._byte_max, self._disk = byte_max, disk or Disk()
         self._parts, self._clock = tuple(page_bytes), clock
         self._bad_warning = RareWarning(clock)
-        self._lock = threading.Lock()
+        self._lock, self._removing = threading.Lock(), threading.Lock()
         self._index: OrderedDict[str, _File] = OrderedDict()
+        self._after: dict[str | None, dict[str, None]] = {}
+        """Names of the index, in order, by what it knows of the page before them; and digests of pages in `_gone`."""
+        self._gone: dict[str, str] = {}
+        """Of pages that have no file any more and are continued by pages that have: the page before them."""
+        self._listings = Listings(self._disk, clock)
         self._bytes = self._written = self._removed = self._bad = self._temps = 0
         self._writer = f"{new_incarnation():x}"
         try:
@@ -190,29 +196,29 @@ class PageFiles:
     def remove(self, keys: Collection[bytes]) -> int:
         """Delete pages, and all that continue them in this folder, also of other processes; then tell these.
 
-        Returns how many files went. Cost: the names in the folder, about a microsecond each, and a read of the header
-        of each file that this process neither wrote nor read nor looked at for an earlier removal (about 15 us). Raises
-        OSError: the medium fails; what was not told is told with the next removal, or when others are looked for.
+        Returns how many files went. Cost: what is removed; where other processes came or went, or are there, a listing
+        of those folders `ab/` that changed since the last removal; and a read of the header of each file that this
+        process neither wrote nor read nor looked at before (about 15 us). Raises OSError: the medium fails; what was
+        not told is told with the next removal, or when others are looked for.
         """
         named = {self._digest(key): key for key in keys}
-        self._note_new()
-        names = self._continuing(set(named))
-        for name in names:
-            header = bytearray(HEADER_BYTES)
-            with suppress(OSError):
-                if self._disk.head(self._path(name), header):
-                    named.setdefault(_digest_in(name), _HEADER.unpack(header)[_KEY])
-        asked = [_file_name(digest, part) for digest in named for part in self._parts]
         count, failure = 0, None
-        for name in dict.fromkeys((*names, *asked)):
-            self._forget(name)
-            try:
-                self._disk.remove(self._path(name))
-                count += 1
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                failure = error
+        with self._removing:
+            for learn in (self._note_new, self._look_up):
+                try:
+                    learn()
+                except OSError as error:
+                    failure = error
+        for digest in self._with_continuing(named):
+            for name in (_file_name(digest, part) for part in self._parts):
+                header = bytearray(HEADER_BYTES)
+                with suppress(OSError):
+                    if digest not in named and self._disk.head(self._path(name), header):
+                        named[digest] = _HEADER.unpack(header)[_KEY]
+                try:
+                    count += self._delete(name)
+                except OSError as error:
+                    failure = error
         self._notices.put(named.values())
         if failure is not None:
             raise failure
@@ -226,38 +232,54 @@ class PageFiles:
         return found
 
     def _note_new(self) -> None:
-        """Note the files that other processes wrote. A scan, which looks at each file anew, takes ten times as long."""
-        names = set(self._disk.names(self._folder))
-        with self._lock:
-            names -= self._index.keys()
-        for name in sorted(filter(_PAGE.fullmatch, names)):
-            with suppress(OSError):  # it is gone by now
-                self._note(name, self._disk.byte_count(self._path(name)))
+        """Note the files that other processes wrote: none while no writer comes or goes and there is no other one.
+        Raises OSError: the next removal lists what this one could not."""
+        others = self._listings.is_new(f"{self._folder}/{WRITERS}")
+        alone = not others and list(self._disk.writers(self._folder)) == [self._writer]
+        for folder in (f"{self._folder}/{number:02x}" for number in range(256)):
+            if not self._listings.is_new(folder, alone=alone):
+                continue
+            try:
+                names = [name for name in self._disk.names(folder) if name not in self._index]
+                for name in sorted(filter(_PAGE.fullmatch, names)):
+                    with suppress(FileNotFoundError):  # it is gone by now
+                        self._note(name, self._disk.byte_count(self._path(name)))
+            except OSError:
+                self._listings.forget(folder)
+                raise
 
-    def _continuing(self, digests: set[str]) -> list[str]:
-        """Names of the files of these pages, and of all that come after them."""
+    def _look_up(self) -> None:
+        """Learn from their headers which pages the files continue of which that is not known yet. Raises OSError: some
+        cannot be read, and are looked at again by the next removal."""
         with self._lock:
-            known = list(self._index.items())
-        after: dict[str, list[str]] = {}
-        for name, file in known:
-            if file.before is None:
-                file.before = self._looked_up(name)
-            after.setdefault(file.before, []).append(name)
-        found = [name for name, _ in known if _digest_in(name) in digests]
-        pending = list(digests)
-        while pending:
-            for name in after.pop(pending.pop(), ()):
-                found.append(name)
-                pending.append(_digest_in(name))
-        return list(dict.fromkeys(found))
+            names = list(self._after.get(None, ()))
+        header, failure = bytearray(HEADER_BYTES), None
+        for name in names:
+            try:
+                is_ours = self._disk.head(self._path(name), header) and header[:8] == _MAGIC
+            except (FileNotFoundError, IsADirectoryError):
+                self._forget(name)
+                continue
+            except OSError as error:
+                failure = error
+                continue
+            before = self._digest(_HEADER.unpack(header)[_BEFORE]) if is_ours else ""
+            with self._lock:
+                if name in self._index:
+                    self._continues(name, before)
+        if failure is not None:
+            raise failure
 
-    def _looked_up(self, name: str) -> str:
-        """Digest in the names of the page before a file's; empty where it is no page of ours."""
-        header = bytearray(HEADER_BYTES)
-        with suppress(OSError):
-            if self._disk.head(self._path(name), header) and header[:8] == _MAGIC:
-                return self._digest(_HEADER.unpack(header)[_BEFORE])
-        return ""
+    def _with_continuing(self, digests: Iterable[str]) -> list[str]:
+        """Digests in the names of these pages, and of all that come after them."""
+        found = dict.fromkeys(digests)
+        pending = list(found)
+        with self._lock:
+            while pending:
+                after = dict.fromkeys(_digest_in(name) for name in self._after.get(pending.pop(), ()))
+                pending += [digest for digest in after if digest not in found]
+                found |= after
+        return list(found)
 
     # ---- the index ----------------------------------------------------------------------------------------------
 
@@ -291,21 +313,66 @@ class PageFiles:
         with self._lock:
             file = self._index.setdefault(name, _File(0))
             self._bytes += size - file.size
-            file.size, file.before = size, before or file.before
+            file.size = size
             self._index.move_to_end(name)
+            self._continues(name, before or file.before)
+
+    def _continues(self, name: str, before: str | None) -> None:
+        """A file of the index continues this page. With the lock held."""
+        file = self._index[name]
+        self._after.setdefault(before, {})[name] = None
+        if file.before != before:
+            self._unlink(name, file.before)
+        file.before = before
+
+    def _unlink(self, name: str, before: str | None) -> None:
+        """It continues this page no more; and where nothing does, pages that are gone need not be known. With the lock
+        held."""
+        row = self._after.get(before, {})
+        row.pop(name, None)
+        while not row and self._after.pop(before, None) is not None and before in self._gone:
+            assert before is not None, "pool: a page before that is not known is gone, expected a known one"
+            name, before = before, self._gone.pop(before)
+            row = self._after[before]
+            del row[name]
+
+    def _take_out(self, name: str) -> bool:
+        """Take a file from the index; whether it was there. With the lock held."""
+        file, digest = self._index.pop(name, None), _digest_in(name)
+        if file is None:
+            return False
+        self._bytes -= file.size
+        if file.before and digest in self._after and digest not in self._gone:
+            self._gone[digest] = file.before
+            self._after[file.before][digest] = None
+        self._unlink(name, file.before)
+        return True
 
     def _forget(self, name: str) -> None:
+        """It was not there. Another thread or process may have written it meanwhile: its folder is listed again."""
         with self._lock:
-            file = self._index.pop(name, None)
-            self._bytes -= 0 if file is None else file.size
+            if self._take_out(name):
+                self._listings.forget(self._path(name).rpartition("/")[0])
+
+    def _delete(self, name: str) -> bool:
+        """Forget and remove a file; whether it was there. Raises OSError: it may be there still."""
+        with self._lock:
+            self._take_out(name)
+        try:
+            self._disk.remove(self._path(name))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            self._listings.forget(self._path(name).rpartition("/")[0])
+            raise
+        return True
 
     def _throw_away(self, name: str, why: str) -> None:
         """A file that has our name and is no page of ours: remove it, so that the page can be stored again."""
         with self._lock:
             self._bad += 1
-        self._forget(name)
         with suppress(OSError):
-            self._disk.remove(self._path(name))
+            self._delete(name)
         self._bad_warning.say(f"pool: storage file {name} counts as missing: {why}")
 
     def _keep_bound(self, size: int) -> None:
@@ -322,25 +389,27 @@ class PageFiles:
             with self._lock:
                 if self._bytes + size <= self._byte_max or not self._index:
                     return
-                name, gone = self._index.popitem(last=False)
-                self._bytes -= gone.size
+                name = next(iter(self._index))
+                self._take_out(name)
                 self._removed += 1
-            with suppress(FileNotFoundError):
-                self._disk.remove(self._path(name))
+            self._delete(name)
 
     def _scan(self) -> None:
         """Make the index from the folder. Of files used in the same hour, those that this process used last come last,
         in its order."""
         found = [entry for entry in self._disk.entries(self._folder) if _PAGE.fullmatch(entry.name)]
         with self._lock:
-            before = self._index
-            place = {name: at for at, name in enumerate(before, 1)}
+            place = {name: at for at, name in enumerate(self._index, 1)}
             found.sort(key=lambda entry: (entry.used_ns, place.get(entry.name, 0), entry.name))
-            self._index = OrderedDict()
+            for name in place.keys() - {entry.name for entry in found}:
+                self._take_out(name)
+            known, self._index = self._index, OrderedDict()
             for entry in found:
-                known = before.get(entry.name)
-                self._index[entry.name] = _File(entry.byte_count, known.before if known is not None else None)
+                file = self._index[entry.name] = known.get(entry.name, _File(0))
+                file.size = entry.byte_count
+                self._continues(entry.name, file.before)
             self._bytes = sum(file.size for file in self._index.values())
+            self._listings.clear()  # of what was noted since the scan began
 
     def _remove_leftovers(self) -> None:
         """Temporary files of writers that are dead, and their locks."""

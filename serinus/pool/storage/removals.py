@@ -24,6 +24,7 @@ import xxhash
 from serinus.core.clock import Clock
 from serinus.core.log import get_logger
 from serinus.pool.storage.disk import FileSystem, this_hour
+from serinus.pool.storage.listings import Listings
 
 _log = get_logger("pool.storage")
 _HEADER = struct.Struct("<8sQ")
@@ -44,7 +45,8 @@ class Notices:
         self._count = 0
         self._lock = threading.Lock()
         self._untold: dict[bytes, None] = {}
-        self._seen = {entry.name for entry in disk.entries(self._folder)}
+        self._listings, self._hour = Listings(disk, clock), 0
+        self._seen = set(disk.names(f"{self._folder}/00"))
 
     def put(self, keys: Iterable[bytes]) -> None:
         """Tell the others that these pages were removed. Raises OSError: they are told by the next call."""
@@ -53,9 +55,13 @@ class Notices:
             self._tell()
 
     def take(self) -> list[bytes]:
-        """Keys of the pages that others removed since the last call. Raises OSError. Cost: one look into a folder."""
+        """Keys of the pages that others removed since the last call. Raises OSError: some are told by the next call.
+        Cost: a look at the folder where nothing changed; a listing of it once in an hour."""
         with self._lock:
             self._tell()
+            if self._hour != (hour := this_hour(self._clock)):
+                self._drop_old(hour - _KEPT_S * 10**9)
+                self._hour = hour
             return self._take()
 
     def _tell(self) -> None:
@@ -71,25 +77,35 @@ class Notices:
         self._disk.rename(temp, path)
         self._untold.clear()
 
-    def _take(self) -> list[bytes]:
-        found: dict[bytes, None] = {}
-        names = set()
-        old_ns = this_hour(self._clock) - _KEPT_S * 10**9
-        for entry in self._disk.entries(self._folder):
+    def _drop_old(self, old_ns: int) -> None:
+        entries = list(self._disk.entries(self._folder))
+        for entry in entries:
             if entry.used_ns < old_ns:
                 with suppress(FileNotFoundError):
                     self._disk.remove(entry.path)
-                continue
-            names.add(entry.name)
-            match = _NAME.fullmatch(entry.name)
-            if match is not None and match[1] != self._writer and entry.name not in self._seen:
-                found.update(dict.fromkeys(self._read(entry.path, entry.byte_count)))
-        self._seen = names
+        self._seen &= {entry.name for entry in entries}
+
+    def _take(self) -> list[bytes]:
+        folder = f"{self._folder}/00"
+        if not self._listings.is_new(folder):
+            return []
+        found: dict[bytes, None] = {}
+        try:
+            names = set(self._disk.names(folder)) - self._seen
+            for name in sorted(names):
+                match = _NAME.fullmatch(name)
+                if match is not None and match[1] != self._writer:
+                    found.update(dict.fromkeys(self._read(f"{folder}/{name}")))
+        except OSError:
+            self._listings.forget(folder)
+            raise
+        self._seen |= names
         return list(found)
 
-    def _read(self, path: str, byte_count: int) -> list[bytes]:
-        header, body = bytearray(_HEADER.size), np.empty(max(0, byte_count - _HEADER.size), np.uint8)
+    def _read(self, path: str) -> list[bytes]:
+        header = bytearray(_HEADER.size)
         try:
+            body = np.empty(max(0, self._disk.byte_count(path) - _HEADER.size), np.uint8)
             wrong = self._disk.read(path, header, body)
         except FileNotFoundError:  # it was old
             return []

@@ -1,0 +1,464 @@
+"""A removal finds all pages that continue a removed one, of every writer, without looking at what is stored."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from serinus.core.clock import ManualClock, WallClock
+from serinus.core.parts import Part
+from serinus.core.rng import Rng
+from serinus.pool.storage import Disk, FileEntry, FileSystem, PageFiles
+from serinus.pool.storage.file import HEADER_BYTES
+from serinus.pool.storage.listings import Listings
+from serinus.sim.disk import Folders, SimDisk
+from tests.pool.storing import FULL, SWA
+from tests.pool.writers import key_of
+
+UNKNOWN = bytes(16)
+DATA = np.arange(64, dtype=np.uint8)
+SIZE = HEADER_BYTES + len(DATA)
+"""Of a file with its header."""
+P, Q, R, S = KEYS = [key_of(100 + i) for i in range(4)]
+
+
+def files_on(folder: str, disk: FileSystem | None = None, byte_max: int | None = None) -> PageFiles:
+    return PageFiles(
+        folder, namespace="n", page_bytes={FULL: 64, SWA: 64}, byte_max=byte_max, clock=WallClock(), disk=disk
+    )
+
+
+def sim_folders() -> Folders:
+    return Folders(lambda: 0.0, Rng(1))
+
+
+def sim_disk(folders: Folders) -> SimDisk:
+    return SimDisk(folders, lambda: False)
+
+
+def chain(files: PageFiles, keys: Sequence[bytes] = KEYS, before: bytes = UNKNOWN) -> None:
+    for last, key in zip([before, *keys], keys, strict=False):
+        files.save(FULL, key, DATA, last)
+
+
+# ---- any order of events, held against a look at all files -----------------------------------------------------------
+
+
+class World:
+    """Engines on one folder, and what pages they stored: by key, the key of the page before as it is in the files."""
+
+    def __init__(self, folder: str, disk: Callable[[], FileSystem], rng: Random) -> None:
+        self.folder, self.disk, self.rng = folder, disk, rng
+        self.engines: list[PageFiles] = []
+        self.before: dict[tuple[Part, bytes], bytes] = {}
+        self.removals = 0
+        self.open()
+
+    def open(self) -> None:
+        if len(self.engines) < 3:
+            byte_max = self.rng.choice([None, None, 12 * SIZE])
+            self.engines.append(files_on(self.folder, self.disk(), byte_max))
+
+    def close(self) -> None:
+        if len(self.engines) > 1:
+            self.engines.pop(self.rng.randrange(len(self.engines))).close()
+
+    def save(self) -> None:
+        """A page of a tree of 30: its place is its key, but a writer may not know it."""
+        index, part, engine = self.rng.randrange(30), self.rng.choice((FULL, SWA)), self.rng.choice(self.engines)
+        before = UNKNOWN if self.rng.random() < 0.1 else key_of(1000 + (index - 1) // 2)
+        is_stored = (part, key_of(1000 + index)) in self.stored()
+        engine.save(part, key_of(1000 + index), DATA, before)
+        if not is_stored:
+            self.before[part, key_of(1000 + index)] = before
+
+    def use(self) -> None:
+        key, part, engine = self.key(), self.rng.choice((FULL, SWA)), self.rng.choice(self.engines)
+        engine.has(part, key) if self.rng.random() < 0.5 else engine.load(part, key, np.empty(64, np.uint8))
+
+    def learn(self) -> None:
+        self.rng.choice(self.engines).recalled()
+
+    def remove(self) -> None:
+        keys = {self.key() for _ in range(self.rng.randrange(1, 3))}
+        stored = self.stored()
+        count = self.rng.choice(self.engines).remove(sorted(keys))
+        self.removals += 1
+        left = self.stored()
+        assert not left.keys() & self.behind(keys, stored.keys()), f"removed {keys}"
+        assert stored.keys() - left.keys() <= self.behind(keys, self.before.keys()), f"removed {keys}"
+        assert count == len(stored) - len(left)
+
+    def behind(self, keys: set[bytes], places: Set[tuple[Part, bytes]]) -> set[tuple[Part, bytes]]:
+        """Which of these are pages of these keys, or continue one that is: over all of them again and again. A removal
+        may know of pages between that are not stored any more."""
+        gone, count = set(keys), 0
+        while count < len(gone):
+            count = len(gone)
+            gone |= {key for part, key in places if self.before[part, key] in gone}
+        return {place for place in places if place[1] in gone}
+
+    def key(self) -> bytes:
+        return key_of(1000 + self.rng.randrange(30))
+
+    def stored(self) -> dict[tuple[Part, bytes], Path]:
+        """What is in the folder, looked at from outside of the engines."""
+        paths = self.paths()
+        places = {place: self.engines[0].path_of(*place) for place in self.before}
+        return {place: path for place, path in places.items() if str(path) in paths}
+
+    def paths(self) -> set[str]:
+        disk = self.disk()
+        return {entry.path for entry in disk.entries(self.folder)}
+
+    def settle(self) -> None:
+        """Time passes: nothing changed lately."""
+
+    def run(self, steps: int) -> int:
+        rules = [self.save] * 8 + [self.use] * 2 + [self.learn, self.remove, self.remove, self.open, self.close]
+        for _ in range(steps):
+            self.rng.choice([*rules, self.settle])()
+            for engine in self.engines:
+                known = [name for row in engine._after.values() for name in row]
+                assert sorted(known) == sorted([*engine._index, *engine._gone])
+                assert engine._gone.keys() <= engine._after.keys(), "gone, and continued by none"
+        for engine in self.engines:
+            engine.close()
+        return self.removals
+
+
+class DiskWorld(World):
+    """On the operating system's disk; what is old was made so. The secret decides which pages go first for room."""
+
+    ages = 0
+
+    def __init__(self, folder: str, disk: Callable[[], FileSystem], rng: Random) -> None:
+        os.mkdir(folder, 0o700)
+        with open(os.open(f"{folder}/.secret", os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file:
+            file.write(bytes(32))
+        super().__init__(folder, disk, rng)
+
+    def settle(self) -> None:
+        """Folders that changed in the last minute changed long ago, each at another time."""
+        for path in (*Path(self.folder).glob("??"), Path(self.folder, ".writers")):
+            if path.stat().st_mtime > time.time() - 60:
+                self.ages += 1
+                os.utime(path, (10_000 + self.ages, 10_000 + self.ages))
+
+
+def explore(world: Callable[[Random], World], examples: int, removals: int) -> None:
+    ran = 0
+
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+    @given(chance=st.randoms(use_true_random=False), steps=st.integers(10, 80))
+    def run(chance: Random, steps: int) -> None:
+        nonlocal ran
+        ran += world(chance).run(steps)
+
+    while ran < removals:
+        run()
+
+
+def sim_world(rng: Random) -> World:
+    folders = sim_folders()
+    return World("/d0", lambda: sim_disk(folders), rng)
+
+
+@pytest.mark.slow
+def test_removals_in_any_order_of_events_take_what_a_look_at_all_files_takes() -> None:
+    explore(sim_world, 60, 300)
+
+
+@pytest.mark.proof
+def test_removals_in_many_more_orders_of_events_take_what_a_look_at_all_files_takes() -> None:
+    explore(sim_world, 600, 5_000)
+
+
+@pytest.mark.slow
+def test_removals_on_a_real_disk_take_what_a_look_at_all_files_takes(tmp_path: Path) -> None:
+    count = iter(range(1 << 30))
+    explore(lambda rng: DiskWorld(str(tmp_path / str(next(count))), Disk, rng), 20, 100)
+
+
+# ---- what a removal looks at -----------------------------------------------------------------------------------------
+
+
+class Counting(SimDisk):
+    """Counts what it is asked."""
+
+    def __init__(self, folders: Folders) -> None:
+        super().__init__(folders, lambda: False)
+        self.asked: list[str] = []
+
+    def names(self, folder: str) -> list[str]:
+        self.asked.append(f"names {folder}")
+        return super().names(folder)
+
+    def changed_ns(self, folder: str) -> int:
+        self.asked.append(f"changed {folder}")
+        return super().changed_ns(folder)
+
+    def byte_count(self, path: str) -> int:
+        self.asked.append("size")
+        return super().byte_count(path)
+
+    def head(self, path: str, header: bytearray) -> bool:
+        self.asked.append("head")
+        return super().head(path, header)
+
+
+@pytest.mark.parametrize("stored", [10, 1000])
+def test_an_engine_alone_on_a_folder_looks_at_what_it_removes_only(stored: int) -> None:
+    disk = Counting(sim_folders())
+    files = files_on("/d0", disk)
+    chain(files, [key_of(i, 7) for i in range(stored)])
+    for _ in range(2):
+        chain(files)
+        disk.asked.clear()
+        assert files.remove([Q]) == 3
+    assert disk.asked == ["changed /d0/.writers", "head", "head"]
+
+
+def test_of_several_engines_only_folders_that_changed_are_listed() -> None:
+    folders = sim_folders()
+    disk = Counting(folders)
+    one, two = files_on("/d0", disk), files_on("/d0", sim_disk(folders))
+    chain(one, [key_of(i, 7) for i in range(1000)])
+    one.remove([S])
+    disk.asked.clear()
+    chain(two, KEYS[1:], before=P)
+    one.remove([P])
+    assert not {path for path in folders.files if path.endswith(".page")} & {str(one.path_of(FULL, k)) for k in KEYS}
+    assert {line for line in disk.asked if line.startswith("names")} <= {
+        f"names {one.path_of(FULL, key).parent}" for key in KEYS[1:]
+    }
+
+
+def test_nothing_is_listed_to_learn_that_nothing_was_removed() -> None:
+    folders = sim_folders()
+    disk = Counting(folders)
+    one, two = files_on("/d0", disk), files_on("/d0", sim_disk(folders))
+    for key in KEYS:
+        two.remove([key])
+    assert one.recalled() == KEYS
+    disk.asked.clear()
+    assert one.recalled() == []
+    assert disk.asked == ["changed /d0/.removed/00"]
+
+
+@pytest.mark.parametrize("goes", ["for room", "as torn", "by another engine"])
+def test_what_lies_behind_a_page_that_is_gone_is_removed_too(goes: str) -> None:
+    folders = sim_folders()
+    one, two = (files_on("/d0", sim_disk(folders), 4 * SIZE if goes == "for room" else None) for _ in range(2))
+    chain(one)
+    match goes:
+        case "for room":
+            assert one.load(FULL, P, np.empty(64, np.uint8))
+            one.save(FULL, key_of(9), DATA)
+        case "as torn":
+            folders.files[str(one.path_of(FULL, Q))].data = b"torn"
+            assert not one.load(FULL, Q, np.empty(64, np.uint8))
+        case _:
+            folders.files.pop(str(one.path_of(FULL, Q)))
+            one._scan()
+    assert str(one.path_of(FULL, Q)) not in folders.files
+    assert one.remove([P]) == 3
+    assert len(one._index) == (goes == "for room")
+    assert not one._gone
+    two.close()
+
+
+# ---- what must not be missed -----------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_came_and_went_between_two_removals_left_no_page_that_stays() -> None:
+    folders = sim_folders()
+    one = files_on("/d0", sim_disk(folders))
+    for _ in range(2):
+        one.remove([S])  # it is alone
+    two = files_on("/d0", sim_disk(folders))
+    chain(two, KEYS[1:], before=P)
+    two.close()
+    assert one.remove([P]) == 3
+
+
+def test_a_page_that_another_engine_removed_and_stored_again_is_found() -> None:
+    folders = sim_folders()
+    one, two = (files_on("/d0", sim_disk(folders)) for _ in range(2))
+    chain(one)
+    two.remove([S])
+    two.save(FULL, S, DATA, R)
+    one.remove([key_of(9)])  # lists the folder of S
+    assert one.recalled() == [S]
+    assert one.remove([P]) == 4
+
+
+def test_a_page_that_was_stored_while_a_read_missed_it_is_found() -> None:
+    class Late(SimDisk):
+        then: Callable[[], object] | None = None
+
+        def read(self, path: str, header: bytearray, into: np.ndarray) -> str:
+            try:
+                return super().read(path, header, into)
+            finally:
+                if self.then is not None:
+                    self.then()
+
+    disk = Late(sim_folders(), lambda: False)
+    files = files_on("/d0", disk)
+    chain(files, KEYS[:1])
+    for _ in range(2):
+        files.remove([S])
+    disk.then = lambda: files.save(FULL, Q, DATA, P)
+    assert not files.load(FULL, Q, np.empty(64, np.uint8))
+    assert files.remove([P]) == 2
+
+
+def test_a_page_that_was_stored_while_the_folder_was_scanned_is_found() -> None:
+    class Slow(SimDisk):
+        then: Callable[[], object] | None = None
+
+        def entries(self, folder: str) -> Iterator[FileEntry]:
+            yield from super().entries(folder)
+            then, self.then = self.then, None
+            if then is not None:
+                then()
+
+    disk = Slow(sim_folders(), lambda: False)
+    files = files_on("/d0", disk, byte_max=16 * SIZE)
+    chain(files, KEYS[:2])
+    for _ in range(2):
+        files.remove([key_of(9)])
+    disk.then = lambda: files.save(FULL, R, DATA, Q)
+    files.save(FULL, key_of(9), DATA)  # scans: more than a sixteenth of the bound was written
+    assert disk.then is None
+    assert files.remove([P]) == 3
+
+
+@pytest.mark.parametrize("what", ["remove", "byte_count", "head", "names"])
+def test_what_a_removal_could_not_do_the_next_one_does(what: str) -> None:
+    class Failing(SimDisk):
+        """A disk of which one call fails."""
+
+        failing = ""
+
+        def _fail(self, *call: str) -> None:
+            if self.failing == " ".join(call):
+                self.failing = ""
+                raise OSError("the medium fails")
+
+        def remove(self, path: str) -> None:
+            self._fail("remove", path)
+            super().remove(path)
+
+        def byte_count(self, path: str) -> int:
+            self._fail("byte_count", path)
+            return super().byte_count(path)
+
+        def head(self, path: str, header: bytearray) -> bool:
+            self._fail("head", path)
+            return super().head(path, header)
+
+        def names(self, folder: str) -> list[str]:
+            self._fail("names", folder)
+            return super().names(folder)
+
+    folders = sim_folders()
+    disk = Failing(folders, lambda: False)
+    one, two = files_on("/d0", disk), files_on("/d0", sim_disk(folders))
+    chain(two)
+    path = one.path_of(FULL, R)
+    disk.failing = f"{what} {path.parent if what == 'names' else path}"
+    with pytest.raises(OSError, match="the medium fails"):
+        one.remove([Q])
+    assert not disk.failing
+    assert two.recalled()[0] == Q, "what went was not told"
+    one.remove([Q])
+    left = {str(one.path_of(FULL, key)): key for key in KEYS}
+    assert [left[path] for path in folders.files if path in left] == [P]
+
+
+class Timed(Disk):
+    """Tells of its folders when they changed as the test has it."""
+
+    changed = 0
+
+    def changed_ns(self, folder: str) -> int:
+        return self.changed
+
+
+def test_a_folder_is_new_when_it_changed_or_had_changed_a_moment_before() -> None:
+    clock, disk = ManualClock(), Timed()
+    listings = Listings(disk, clock)
+    disk.changed = int(clock.unix() * 1e9)
+    assert [listings.is_new("f") for _ in range(2)] == [True, True], "what comes now may have the same time"
+    clock.advance(1.9)
+    assert listings.is_new("f")
+    clock.advance(0.2)
+    assert [listings.is_new("f") for _ in range(3)] == [True, False, False]
+    disk.changed += 1
+    assert [listings.is_new("f") for _ in range(2)] == [True, False]
+    listings.forget("f")
+    assert [listings.is_new("f") for _ in range(2)] == [True, False]
+    listings.clear()
+    assert [listings.is_new("f") for _ in range(2)] == [True, False]
+
+
+def test_what_was_new_to_a_process_alone_is_new_again_when_others_are_there() -> None:
+    clock, disk = ManualClock(), Timed()
+    listings = Listings(disk, clock)
+    disk.changed = int(clock.unix() * 1e9)
+    assert [listings.is_new("f", alone=True) for _ in range(2)] == [True, False]
+    clock.advance(60)
+    assert [listings.is_new("f") for _ in range(2)] == [True, False], "another one may have written at that time"
+    disk.changed += 1
+    assert not listings.is_new("f", alone=True), "it was this process"
+    assert [listings.is_new("f") for _ in range(2)] == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_two_engines_that_store_and_remove_at_once_leave_nothing_of_a_removed_page(tmp_path: Path, seed: int) -> None:
+    """Threads of two engines, each its own chain of the same page; in the end that is removed."""
+    engines = [files_on(str(tmp_path)) for _ in range(2)]
+    failed: list[BaseException] = []
+
+    def work(number: int) -> None:
+        rng, engine = Random(10 * seed + number), engines[number % 2]
+        try:
+            for _ in range(60):
+                at = rng.randrange(8)
+                keys = [P, *(key_of(i, number) for i in range(8))]
+                match rng.randrange(4):
+                    case 0:
+                        engine.remove([keys[1 + at]])
+                    case 1:
+                        engine.recalled()
+                    case _:
+                        chain(engine, keys[1 : 2 + at], before=P)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    engines[seed % 2].remove([P])
+    left = [path.name for path in tmp_path.glob("??/*.page")]
+    reachable = {engines[0].path_of(FULL, key_of(0, number)).name for number in range(4)}
+    assert not reachable & set(left)
+    engines[seed % 2].remove([P, *(key_of(i, number) for number in range(4) for i in range(8))])
+    assert not list(tmp_path.glob("??/*.page"))
+    for engine in engines:
+        engine.close()
