@@ -419,11 +419,11 @@ def test_from_a_gpu_pages_only_go_whole_and_to_a_gpu() -> None:
     host = NixlBackend("h", library(two.machine))
     host.register([region(two.machine.add(1))])
     assert (host.capabilities.recut, two.reader.capabilities.recut) == (Mode.PULL, None)
-    assert two.owner.refusal([two.owner.endpoint], [two.reader.endpoint]) == ""
-    assert host.refusal([host.endpoint], [host.endpoint]) == ""
-    assert "on a GPU on one side" in two.owner.refusal([two.owner.endpoint], [host.endpoint])
-    assert "on a GPU on one side" in host.refusal([host.endpoint], [two.reader.endpoint])
-    assert "no endpoint" in host.refusal([host.endpoint], [b"?"])
+    assert two.owner.refusal([two.owner.endpoint], [two.reader.endpoint], [(0, 0)]) == ""
+    assert host.refusal([host.endpoint], [host.endpoint], [(0, 0)]) == ""
+    assert "on a GPU on one side" in two.owner.refusal([two.owner.endpoint], [host.endpoint], [(0, 0)])
+    assert "on a GPU on one side" in host.refusal([host.endpoint], [two.reader.endpoint], [(0, 0)])
+    assert "no endpoint" in host.refusal([host.endpoint], [b"?"], [(0, 0)])
     with pytest.raises(TransferFailed, match="no session"):
         two.reader.connect("odd", pack_endpoint(b"abc", [region(two.source)]))
 
