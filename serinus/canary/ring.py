@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.core.parts import Part
-from serinus.kernels import RING_FIELDS, StampLane, carry_words, send_words
+from serinus.kernels import RING_FIELDS, StampLane, carry_words
 
 _LANES: Final = len(StampLane)
 _COUNTS: Final = 1 + _LANES
@@ -96,9 +96,11 @@ class RingCounts:
         end, due = self._size + sequences * _LANES, [ring.due for ring in self.rings]
         if self._here is not None:
             return MarkedCounts(self._here[:end].tolist(), due)
-        words_W, now_W = torch.empty(end, dtype=torch.int64, pin_memory=True), torch.empty_like(self._words_W[:end])
-        carry_words(now_W, self._words_W[:end])
-        return MarkedCounts(words_W, due, send_words(words_W, now_W))
+        words_W = torch.empty(end, dtype=torch.int64, pin_memory=True)
+        carry_words(words_W, self._words_W[:end])
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return MarkedCounts(words_W, due, copied)
 
     def expire(self) -> None:
         """More was queued, or done: the next reading copies anew."""

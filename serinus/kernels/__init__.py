@@ -30,7 +30,7 @@ from serinus.kernels.ref.canary import digest_values
 from serinus.kernels.ref.watched_attention import GatheredRows
 from serinus.kernels.registry import Kernels, load, warm
 from serinus.kernels.splitmix import shift_right, splitmix
-from serinus.kernels.words import carry_words, send_words, travels
+from serinus.kernels.words import carry_words
 
 __all__ = [
     "E2M1_TWICE",
@@ -71,12 +71,10 @@ __all__ = [
     "row_elements",
     "row_of",
     "rows_of",
-    "send_words",
     "shift_right",
     "slot_count",
     "slots_in",
     "splitmix",
     "stamp_lanes",
-    "travels",
     "warm",
 ]

@@ -1,14 +1,14 @@
-"""Inbox: what one step sends to the device, gathered in one buffer and sent in one copy, while the step before runs."""
+"""Inbox: what one step sends to the device, gathered in one buffer and sent in one copy."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from serinus.kernels import carry_words, travels
+from serinus.kernels import carry_words
 
 _LINE: Final = 16
 """Words from one array to the next at least: kernels see addresses of whole 128 bytes, whatever lies before."""
@@ -17,8 +17,7 @@ _KEPT: Final = 1024
 
 
 class Inbox:
-    """Pinned words on the host and as many on the device, twice: those that come, and those that steps read. On a CPU
-    all are one memory, and nothing is sent.
+    """Pinned words on the host and as many on the device. On a CPU both are one memory, and nothing is sent.
 
     inbox.begin()
     tensor = inbox.put(values)          for each array: what it is on the device, once it is sent
@@ -34,16 +33,14 @@ class Inbox:
         self._host_W = torch.empty(words, dtype=torch.int64, pin_memory=self._is_far)
         self._words_W = self._host_W.numpy()
         self._there_W = torch.empty(words, dtype=torch.int64, device=device) if self._is_far else self._host_W
-        self._coming_W = torch.empty_like(self._there_W) if self._is_far else self._host_W
-        self._sent: Any = torch.cuda.Event() if self._is_far else None  # type: ignore[no-untyped-call]
-        self._taken: Any = torch.cuda.Event() if self._is_far else None  # type: ignore[no-untyped-call]
+        self._sent = torch.cuda.Event() if self._is_far else None  # type: ignore[no-untyped-call]
         self._used = 0
         self._made: dict[tuple[int, ...], torch.Tensor] = {}
         """Tensors there, by where they begin and their shape."""
 
     def begin(self) -> None:
         """A new step; tensors of the one before mean nothing any more. Waits until the last copy is out."""
-        if self._is_far:
+        if self._sent is not None:
             self._sent.synchronize()
         self._used = 0
 
@@ -62,15 +59,7 @@ class Inbox:
         return made
 
     def send(self) -> None:
-        """Queue the copy of all that was put: it comes beside what is queued already, and is taken over behind that. No
-        wait."""
-        if not self._is_far or not self._used:
-            return
-        now, ahead, used = torch.cuda.current_stream(), travels(self._there_W.device, out=False), slice(self._used)
-        ahead.wait_event(self._taken)
-        with torch.cuda.stream(ahead):
-            carry_words(self._coming_W[used], self._host_W[used])
+        """Queue the copy of all that was put. No wait."""
+        if self._sent is not None and self._used:
+            carry_words(self._there_W[: self._used], self._host_W[: self._used])
             self._sent.record()
-        now.wait_event(self._sent)
-        carry_words(self._there_W[used], self._coming_W[used])
-        self._taken.record()

@@ -14,7 +14,7 @@ import torch
 
 from serinus.core.plan import SampleSpec
 from serinus.core.request import TokenLogprobs
-from serinus.kernels import Kernels, RowSampling, send_words
+from serinus.kernels import Kernels, RowSampling, carry_words
 from serinus.runner.grammar_masks import StepMasks
 
 _COLDEST = 1e-20
@@ -51,7 +51,9 @@ class Chosen:
         self._copy_B = self.tokens_B
         if self.tokens_B.is_cuda:
             self._copy_B = torch.empty(len(self.tokens_B), dtype=torch.int64, pin_memory=True)
-            self._copied = send_words(self._copy_B, self.tokens_B)
+            carry_words(self._copy_B, self.tokens_B)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
 
     def read(self) -> list[Sampled]:
         """Them on the host. Waits until the device has chosen them, and for nothing that was queued behind that."""
