@@ -38,9 +38,8 @@ SIZE = MODELS[MODEL]["head_dim"]
 BATCH, CONTEXT, SHORT, LONG = 64, 1024, 16, 80
 OP_PAGES = 64
 """Pages of one copy: 151 MB."""
-UNDER_WAY = 16
-"""Copies of each direction beside a decode: each begins behind the steps that were queued when it was asked for, some
-20 ms of them, in which seven could be copied."""
+UNDER_WAY = 8
+"""Copies of each direction beside a decode: each begins behind the steps that were queued when it was asked for."""
 WAYS = {"out": (MoveKind.BACKUP,), "in": (MoveKind.LOAD,), "both": (MoveKind.BACKUP, MoveKind.LOAD)}
 
 

@@ -4,7 +4,7 @@ Workers do it (threads), beside the forward passes. A load fills its pages a gro
 order of the model, and LayerGate lets a forward pass start on layer 0 while layer 5 is still under way. Loads overtake
 backups: a request waits for a load, and only an eviction for a backup. That is safe because no page is in two copies.
 
-On the CPU one worker copies by itself. On an accelerator there are some for each direction, which queue in turns copies
+On the CPU one worker copies by itself. On an accelerator there are two for each direction, which queue in turns copies
 of whole pages for its copy engines, on one stream for each direction, behind what the compute stream was told before
 the copy was submitted; the gate makes the compute stream wait, not the host.
 """
@@ -32,9 +32,6 @@ _GROUP_BYTES = 1 << 18
 """Layers of a load are copied in groups of at least so many bytes: less costs more to ask for than to copy."""
 _ROW_BYTES = 1 << 19
 """...and on an accelerator of at least so many bytes of each page: each is a transfer, microseconds to queue."""
-_QUEUED = 4
-"""Copies of a direction that are queued for an accelerator at a time, each by a worker that waits for its end: with
-fewer the copy engines have nothing to do while the engine's thread holds the interpreter's lock."""
 _BACKUP_BYTES = 1 << 24
 """A backup on the CPU looks after so many bytes whether a load is waiting."""
 
@@ -73,7 +70,7 @@ class Mover:
             device, host: the pools of each part; equal page bytes.
             layer_parts: the part of each layer of the model, in order.
             clock: measures copies.
-            workers: what copies; None = a thread, on an accelerator _QUEUED for each direction.
+            workers: what copies; None = a thread, on an accelerator four.
         Raises:
             InvariantError: the pools of a part differ, or its layers are not the model's.
         """
@@ -98,11 +95,11 @@ class Mover:
         self._ended: list[_Copy] = []
         self._submitted = 0
         self._under_way = dict.fromkeys(MoveKind, 0)
-        self._under_way_max = 1 if self._on_cpu else _QUEUED
+        self._under_way_max = 1 if self._on_cpu else 2
         """Of each direction at a time. On an accelerator the next one is queued while the first is copied, and neither
         direction takes all workers."""
         self._closed = False
-        self._workers: Workers = workers or ThreadWorkers("serinus-mover", 1 if self._on_cpu else 2 * _QUEUED)
+        self._workers: Workers = workers or ThreadWorkers("serinus-mover", 1 if self._on_cpu else 4)
         self._workers.start(self._take, torch.inference_mode)
 
     # ---- the engine's side --------------------------------------------------------------------------------------
