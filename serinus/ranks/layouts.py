@@ -75,8 +75,8 @@ def data_backends(config: ServeConfig, rank: int, device: str) -> tuple[AnyBacke
     if one_sided is not None:
         return (one_sided,)
     staged = _staged_backends(config)
-    if choice != "auto" or device == "cpu" or config.parallel.nnodes > 1 or faults.get("transfer_bytes"):
-        return staged
+    if choice != "auto" or device == "cpu" or config.parallel.nnodes > 1 or faults:
+        return staged  # pools that are damaged on purpose are not reached in place
     try:
         return (_cuda_ipc(config, device), *staged)
     except ConfigError as error:

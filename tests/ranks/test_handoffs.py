@@ -262,3 +262,17 @@ def test_ranks_on_several_hosts_share_no_memory(toy: Path) -> None:
     assert names == ["tcp"]
     with pytest.raises(ConfigError, match="'shm' with 2 hosts"):
         data_backends(config_of(toy, **settings, transfer_backend="shm"), "t", "cpu")
+
+
+@pytest.mark.parametrize(("settings", "tried"), [
+    ({}, True), ({"tp_size": 2}, True), ({"tp_size": 2, "pp_size": 2}, True), ({"nnodes": 2, "tp_size": 2}, False),
+    ({"kv_canary_perturb": "real_kv_used=0.1"}, False),
+])  # fmt: skip
+def test_auto_tries_memory_of_accelerators_first_whatever_the_ranks_of_one_host(
+    toy: Path, settings: dict[str, Any], tried: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"dist_init_addr": "127.0.0.1:5000"} if "nnodes" in settings else {}
+    with caplog.at_level("WARNING"):
+        found = data_backends(config_of(toy, mode="decode", **settings, **given), 0, "meta")
+    assert found[-1].name == "tcp"
+    assert ("cuda_ipc shares memory of a GPU, the pools are on 'meta'" in caplog.text) is tried

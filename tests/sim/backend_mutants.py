@@ -10,7 +10,9 @@ from typing import Any
 
 from serinus.pd.backends import CudaIpcBackend, MooncakeBackend, NixlBackend, OpResult, OpState, Staged
 from serinus.pd.backends.shm import _ShmSender
-from serinus.sim import draw
+from serinus.pd.layout import Cut, RankLayout
+from serinus.pd.slices import Slice
+from serinus.sim import Scenario, draw
 from serinus.sim.one_sided import SimAgent, SimTransferEngine
 from tests.sim.canary_mutants import damaged
 from tests.sim.hunting import mutant, replaced
@@ -58,16 +60,46 @@ def failed_read_over() -> Iterator[None]:
 @mutant("memory is let go while it is read", "ipc")
 def let_go_early() -> Iterator[None]:
     """A read under way does not keep the memory of its peer open."""
-    read = CudaIpcBackend.read
+    begin = CudaIpcBackend._begin
 
     def reads(self: CudaIpcBackend, *rest: Any) -> int:
-        op = read(self, *rest)
+        op = begin(self, *rest)
         known = self._reads[op].peer
         self._let_go(known.process, known.handles)
         self._reads[op] = replace(self._reads[op], peer=replace(known, handles=()))
         return op
 
-    with replaced(CudaIpcBackend, "read", reads):
+    with replaced(CudaIpcBackend, "_begin", reads):
+        yield
+
+
+def _unequal(seed: int) -> Scenario:
+    return draw(seed, backend="ipc", unequal=True)
+
+
+@mutant("a slice is read when it was queued", world=_unequal)
+def sliced_at_once() -> Iterator[None]:
+    """...and its sums are those of the owner."""
+    import serinus.pd.page_worker as page_worker
+
+    with replaced(page_worker, "check_digests", lambda *rest: None):
+        yield from _over_at_once(CudaIpcBackend)
+
+
+@mutant(
+    "a rank fills the heads of its neighbour", world=lambda seed: draw(seed, backend="ipc", unequal=True, latent=False)
+)
+def other_heads() -> Iterator[None]:
+    """Its slices are whole rows, of which it has a part."""
+    import serinus.pd.stores as stores
+
+    original = stores.slices
+
+    def shifted(source: RankLayout, target: RankLayout, item: Cut) -> tuple[Slice, Slice]:
+        theirs, ours = original(source, target, item)
+        return replace(theirs, start=0), replace(ours, start=0)
+
+    with replaced(stores, "slices", shifted):
         yield
 
 

@@ -29,7 +29,7 @@ def test_a_seed_that_found_something_finds_nothing_now(seed: int, drawn: dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["push", "pull"])
+@pytest.mark.parametrize("backend", ["push", "pull", "ipc"])
 def test_unequal_engines_that_reach_into_each_others_memory_hand_over_under_faults(backend: str) -> None:
     counts: Counter[str] = Counter()
     for seed in range(8):
@@ -37,5 +37,5 @@ def test_unequal_engines_that_reach_into_each_others_memory_hand_over_under_faul
         assert found.finding is None, f"seed {seed}: {found.finding}"
         counts.update(found.counts)
     assert counts["landed"] >= 5
-    assert counts["operations lost"]
+    assert counts["operations lost"] or backend == "ipc", "a read of opened memory never fails"
     assert counts["quarantined"]

@@ -122,8 +122,6 @@ class Perturber:
 
     def outgoing(self, pools: Mapping[Part, PageStore]) -> Mapping[Part, PageStore]:
         """The pools as a handoff reads them: with the mode transfer_bytes, pages are damaged on their way out."""
-        if not self.plan.probabilities.get("transfer_bytes"):
-            return pools
         return {part: _TamperedStore(pool, part, self) for part, pool in pools.items()}
 
     def sent(self, part: Part, pages_GY: NDArray[np.uint8]) -> None:
