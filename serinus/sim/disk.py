@@ -122,6 +122,9 @@ class SimDisk:
     def changed_ns(self, folder: str) -> int:
         return self._folders.changed[folder]
 
+    def now_ns(self, folder: str, writer: str) -> int:
+        return 1 << 62
+
     def byte_count(self, path: str) -> int:
         return len(self._file(path).data)
 

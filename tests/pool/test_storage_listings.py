@@ -255,6 +255,28 @@ def test_nothing_is_listed_to_learn_that_nothing_was_removed() -> None:
     assert disk.asked == ["changed /d0/.removed/00"]
 
 
+def test_on_a_disk_that_was_quiet_nothing_is_listed_whatever_the_engines_clock_says(tmp_path: Path) -> None:
+    class Quiet(Disk):
+        listed = 0
+
+        def names(self, folder: str) -> list[str]:
+            self.listed += 1
+            return super().names(folder)
+
+    disk = Quiet()
+    files = PageFiles(tmp_path, namespace="n", page_bytes={FULL: 64}, byte_max=None, clock=ManualClock(), disk=disk)
+    chain(files)
+    for path in (*tmp_path.glob("??"), tmp_path / ".writers"):
+        os.utime(path, (10_000, 10_000))
+    files.remove([key_of(9)])
+    assert disk.listed > 0
+    disk.listed = 0
+    chain(files, KEYS[2:], before=key_of(9))
+    assert files.remove([Q]) == 3
+    assert disk.listed == 0
+    files.close()
+
+
 @pytest.mark.parametrize("goes", ["for room", "as torn", "by another engine"])
 def test_what_lies_behind_a_page_that_is_gone_is_removed_too(goes: str) -> None:
     folders = sim_folders()
@@ -390,20 +412,20 @@ def test_what_a_removal_could_not_do_the_next_one_does(what: str) -> None:
 class Timed(Disk):
     """Tells of its folders when they changed as the test has it."""
 
-    changed = 0
+    changed, now = 0, 10**18
 
     def changed_ns(self, folder: str) -> int:
         return self.changed
 
 
 def test_a_folder_is_new_when_it_changed_or_had_changed_a_moment_before() -> None:
-    clock, disk = ManualClock(), Timed()
-    listings = Listings(disk, clock)
-    disk.changed = int(clock.unix() * 1e9)
+    disk = Timed()
+    listings = Listings(disk, lambda: disk.now)
+    disk.changed = disk.now
     assert [listings.is_new("f") for _ in range(2)] == [True, True], "what comes now may have the same time"
-    clock.advance(1.9)
+    disk.now += 1_900_000_000
     assert listings.is_new("f")
-    clock.advance(0.2)
+    disk.now += 200_000_000
     assert [listings.is_new("f") for _ in range(3)] == [True, False, False]
     disk.changed += 1
     assert [listings.is_new("f") for _ in range(2)] == [True, False]
@@ -414,11 +436,11 @@ def test_a_folder_is_new_when_it_changed_or_had_changed_a_moment_before() -> Non
 
 
 def test_what_was_new_to_a_process_alone_is_new_again_when_others_are_there() -> None:
-    clock, disk = ManualClock(), Timed()
-    listings = Listings(disk, clock)
-    disk.changed = int(clock.unix() * 1e9)
+    disk = Timed()
+    listings = Listings(disk, lambda: disk.now)
+    disk.changed = disk.now
     assert [listings.is_new("f", alone=True) for _ in range(2)] == [True, False]
-    clock.advance(60)
+    disk.now += 60_000_000_000
     assert [listings.is_new("f") for _ in range(2)] == [True, False], "another one may have written at that time"
     disk.changed += 1
     assert not listings.is_new("f", alone=True), "it was this process"

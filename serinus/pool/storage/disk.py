@@ -75,6 +75,9 @@ class FileSystem(Protocol):
         """When a name came to one folder or left it, unix time, 0 where it is not there. Of FOLDER/.writers (WRITERS):
         when a writer came or went."""
 
+    def now_ns(self, folder: str, writer: str) -> int:
+        """What `changed_ns` would be of a folder that changed now, by the file system's clock and as coarse as that."""
+
     def byte_count(self, path: str) -> int:
         """Size of a file. Raises FileNotFoundError."""
 
@@ -167,6 +170,11 @@ class Disk:
         with suppress(FileNotFoundError):
             return os.stat(folder).st_mtime_ns
         return 0
+
+    def now_ns(self, folder: str, writer: str) -> int:
+        fd = self._locks[_lock_path(folder, writer)]
+        os.utime(fd)
+        return os.fstat(fd).st_mtime_ns
 
     def byte_count(self, path: str) -> int:
         return os.stat(path).st_size

@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -111,9 +112,9 @@ class PageFiles:
         """Names of the index, in order, by what it knows of the page before them; and digests of pages in `_gone`."""
         self._gone: dict[str, str] = {}
         """Of pages that have no file any more and are continued by pages that have: the page before them."""
-        self._listings = Listings(self._disk, clock)
         self._bytes = self._written = self._removed = self._bad = self._temps = 0
         self._writer = f"{new_incarnation():x}"
+        self._listings = Listings(self._disk, partial(self._disk.now_ns, self._folder, self._writer))
         try:
             self._secret = self._disk.open_folder(self._folder, self._writer)
             self._notices = Notices(self._disk, self._folder, self._writer, self._secret, clock)

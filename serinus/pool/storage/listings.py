@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from serinus.core.clock import Clock
+from collections.abc import Callable
+
 from serinus.pool.storage.disk import FileSystem
 
 _SETTLED_NS = 2 * 10**9
@@ -15,8 +16,9 @@ _OWN = -1
 class Listings:
     """Of what folders one process knows all names. `is_new` is asked by one thread at a time."""
 
-    def __init__(self, disk: FileSystem, clock: Clock) -> None:
-        self._disk, self._clock = disk, clock
+    def __init__(self, disk: FileSystem, now_ns: Callable[[], int]) -> None:
+        """`now_ns`: the file system's time; see FileSystem."""
+        self._disk, self._now_ns = disk, now_ns
         self._listed: dict[str, int] = {}
 
     def is_new(self, folder: str, *, alone: bool = False) -> bool:
@@ -31,7 +33,7 @@ class Listings:
         if self._listed.get(folder) == changed_ns:
             return False
         self.forget(folder)
-        if changed_ns < self._clock.unix() * 10**9 - _SETTLED_NS:
+        if changed_ns < self._now_ns() - _SETTLED_NS:
             self._listed[folder] = changed_ns
         elif alone:
             self._listed[folder] = _OWN

@@ -16,6 +16,7 @@ import struct
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 
 import numpy as np
@@ -45,7 +46,7 @@ class Notices:
         self._count = 0
         self._lock = threading.Lock()
         self._untold: dict[bytes, None] = {}
-        self._listings, self._hour = Listings(disk, clock), 0
+        self._listings, self._hour = Listings(disk, partial(disk.now_ns, folder, writer)), 0
         self._seen = set(disk.names(f"{self._folder}/00"))
 
     def put(self, keys: Iterable[bytes]) -> None:
