@@ -37,6 +37,12 @@ class NormLinear(Protocol):
     ) -> Tensor: ...  # fmt: skip
 
 
+class AddLinear(Protocol):
+    """The signature of add_linear."""
+
+    def __call__(self, x_TI: Tensor, packed: PackedLinear, residual_TO: Tensor, /) -> Tensor | None: ...
+
+
 ExpertGate = Literal["silu", "swiglu_oai"]
 """The activation of an expert; the second is gpt-oss's."""
 

@@ -24,6 +24,7 @@ from serinus.core.errors import ConfigError
 from serinus.kernels.canary import DuePages
 from serinus.kernels.checks import Expert
 from serinus.kernels.contracts import (
+    AddLinear,
     ChooseTokens,
     FusedMoe,
     HashedPages,
@@ -57,6 +58,7 @@ FILES: Mapping[str, str] = MappingProxyType(
         "latent_rope_store": "latent_rope_store",
         "pack_linear": "linear",
         "linear": "linear",
+        "add_linear": "add_linear",
         "norm_linear": "norm_linear",
         "pack_experts": "fused_moe",
         "fused_moe": "fused_moe",
@@ -88,7 +90,7 @@ _LACKING: Mapping[str, frozenset[str]] = {
     "cpu": frozenset(("pull_pages",)),
 }  # fmt: skip
 """Ops that the engine does not call where a column serves it: those between memories of accelerators."""
-_MADE_OF_OPS = ("norm_linear",)
+_MADE_OF_OPS = ("norm_linear", "add_linear")
 """Ops that call others: their files hold `make_<op>(ops)`, which is given those that were found."""
 _COLUMN_OF = {"cpu": "cpu", "cuda": "triton"}
 """Device type -> the column made for it."""
@@ -129,6 +131,8 @@ class Kernels:
     """(weight_OI, bias_O) -> packed; the weight itself is no longer needed"""
     linear: Callable[[Tensor, PackedLinear], Tensor]
     """(x_TI, packed) -> out_TO"""
+    add_linear: AddLinear
+    """(x_TI, packed, residual_TO) -> out_TO to be added, or None: residual += out in place"""
     norm_linear: NormLinear
     """(x_TI or None, residual_TI, weight_I, eps, packed, gate=None) -> out_TO; residual += x in place"""
     pack_experts: Callable[[Iterable[Expert], Tensor | None, Tensor | None], PackedExperts]
@@ -213,6 +217,7 @@ def load(device: str, column: str = "auto", *, own: Collection[str] = ()) -> Ker
         found |= {op: _find(op, "ref") for op in _WATCHED}
     ops = {op: make for op, (make, _) in found.items()}
     ops |= {op: ops[op](ops) for op in _MADE_OF_OPS}
+    found |= {op: (ops[op], found["linear"][1]) for op in _MADE_OF_OPS}  # whatever file they are of
     columns = {op: name for op, (_, name) in found.items() if op not in _LACKING.get(column, ())}
     lacking = [op for op in own if columns.get(op) != column]
     if lacking:

@@ -114,7 +114,7 @@ class Decoder:
         Cost: one read of all weights; two sums over the ranks of the stage per layer; no host wait of its own.
         """
         hook.before(batch)
-        kernels, eps, total = self._kernels, self.spec.norm_eps, self._comm.all_reduce
+        kernels = self._kernels
         residual_TE = self._embed(batch.tokens_T) if inflow is None else inflow
         x_TE: torch.Tensor | None = None  # what the last block added, not in the residual yet
         last = len(self._layers) - 1
@@ -141,19 +141,17 @@ class Decoder:
             if not told:
                 digest = hook.reads(i, attention)
             mixed_TX = self._attend(i, queries_TNX, kv[i], tables[layer.part], attention, digest)
-            x_TE = kernels.linear(mixed_TX, layer.output)
-            del queries_TNX, mixed_TX  # the MLP, which takes most of a step's memory, does without them
             if self.spec.is_parallel:
-                x_TE = total(x_TE.add_(self._feed(i, None, residual_TE)))
+                assert layer.down is not None, "models: experts in a parallel layer"
+                x_TE = kernels.linear(mixed_TX, layer.output)
+                del queries_TNX, mixed_TX  # the MLP, which takes most of a step's memory, does without them
+                x_TE.add_(kernels.linear(self._gated(i, None, residual_TE), layer.down))
+                x_TE = self._centred(self._comm.all_reduce(x_TE))
             else:
-                x_TE = total(x_TE)
-                if layer.attention_norm_E is not None:
-                    x_TE = kernels.rms_norm(x_TE, layer.attention_norm_E, eps)
-                x_TE = total(self._feed(i, x_TE, residual_TE))
-            x_TE = self._centred(x_TE)
-            if layer.output_norm_E is not None:
-                x_TE = kernels.rms_norm(x_TE, layer.output_norm_E, eps)
-            if i == last:
+                x_TE = self._added(mixed_TX, layer.output, residual_TE, layer.attention_norm_E)
+                del queries_TNX, mixed_TX
+                x_TE = self._fed(i, x_TE, residual_TE)
+            if i == last and x_TE is not None:
                 residual_TE += x_TE
         hook.after(batch)
         return residual_TE
@@ -244,17 +242,36 @@ class Decoder:
             mixed_TND.mul_(v_scale)
         return mixed_TND.view(len(mixed_TND), -1)
 
-    def _feed(self, index: int, x_TE: torch.Tensor | None, residual_TE: torch.Tensor) -> torch.Tensor:
-        """What this rank's part of the MLP, or of the experts, adds; what attention added, x, joins the residual. None:
-        the layer is parallel."""
+    def _fed(self, index: int, x_TE: torch.Tensor | None, residual_TE: torch.Tensor) -> torch.Tensor | None:
+        """What the MLP, or the experts, add to the stream, as `_added` says; x joins it before."""
         layer, mixture, kernels, eps = self._layers[index], self._mixtures[index], self._kernels, self.spec.norm_eps
-        if mixture is not None:
-            assert layer.mlp_norm_E is not None, "models: experts without a norm before them"
-            assert x_TE is not None, "models: experts in a parallel layer"
-            return mixture.add(kernels, kernels.add_rms_norm(x_TE, residual_TE, layer.mlp_norm_E, eps), self._gate)
+        if mixture is None:
+            assert layer.down is not None, "models: an MLP without a down projection"
+            return self._added(self._gated(index, x_TE, residual_TE), layer.down, residual_TE, layer.output_norm_E)
+        norm_E = layer.mlp_norm_E
+        assert norm_E is not None, "models: experts without a norm before them"
+        if x_TE is None:
+            normed_TE = kernels.rms_norm(residual_TE, norm_E, eps)
+        else:
+            normed_TE = kernels.add_rms_norm(x_TE, residual_TE, norm_E, eps)
+        said_TE = self._comm.all_reduce(mixture.add(kernels, normed_TE, self._gate))
+        return said_TE if layer.output_norm_E is None else kernels.rms_norm(said_TE, layer.output_norm_E, eps)
+
+    def _gated(self, index: int, x_TE: torch.Tensor | None, residual_TE: torch.Tensor) -> torch.Tensor:
+        """What this rank's part of an MLP has before its down projection; x joins the stream before."""
+        layer = self._layers[index]
         assert layer.gate_up is not None, "models: a layer with neither MLP nor experts"
-        assert layer.down is not None, "models: an MLP without a down projection"
-        return kernels.linear(self._project(x_TE, residual_TE, layer.mlp_norm_E, layer.gate_up, self._gate), layer.down)
+        return self._project(x_TE, residual_TE, layer.mlp_norm_E, layer.gate_up, self._gate)
+
+    def _added(
+        self, x_TX: torch.Tensor, packed: PackedLinear, residual_TE: torch.Tensor, norm_E: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """What a block adds to the stream by its last linear, of all ranks of the stage, behind a norm where there is
+        one. None: it has joined the stream."""
+        if norm_E is None and self.shard.tp == 1:
+            return self._kernels.add_linear(x_TX, packed, residual_TE)
+        x_TE = self._comm.all_reduce(self._kernels.linear(x_TX, packed))
+        return x_TE if norm_E is None else self._kernels.rms_norm(x_TE, norm_E, self.spec.norm_eps)
 
     def _project(
         self, x_TE: torch.Tensor | None, residual_TE: torch.Tensor, norm_E: torch.Tensor | None, packed: PackedLinear,

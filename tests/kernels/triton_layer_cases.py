@@ -198,7 +198,15 @@ def linears(seed: int, device: str) -> str:
     wrong = far_apart(what, fast.linear(x, mine), ref.linear(x, theirs))
     other = residual.clone()
     found = fast.norm_linear(x, residual, norm, 1e-6, mine, gate)
-    return wrong + far_apart(f"normed {gate} {what}", found, ref.norm_linear(x, other, norm, 1e-6, theirs, gate))
+    wrong += far_apart(f"normed {gate} {what}", found, ref.norm_linear(x, other, norm, 1e-6, theirs, gate))
+    stream = drawn(generator, device, dtype, rows, out_size)
+    expected = stream.float() + ref.linear(
+        x.float(), ref.pack_linear(weight.float(), None if bias is None else bias.float())
+    )
+    added = fast.add_linear(x, mine, stream)
+    if device == "cuda" and rows > 64 and bias is None and dtype is not torch.float32 and added is not None:
+        wrong += f" {what} has not joined the stream"
+    return wrong + far_apart(f"joined {what}", stream if added is None else stream + added, expected.to(dtype))
 
 
 def quantized_linears(seed: int, device: str) -> str:
