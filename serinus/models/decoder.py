@@ -83,7 +83,9 @@ class Decoder:
         scale = spec.embedding_scale  # rounded to the model's dtype, as in training
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
         self._gate: Gate = "gelu" if spec.gelu else "silu"
-        total = None if self.shard.tp == 1 else self._comm.all_reduce
+        self._has_parts = self.shard.tp > 1
+        """Whether what blocks say is a part of what the stage says, which its ranks add up."""
+        total = self._comm.all_reduce if self._has_parts else None
         wanted = self.spec.head_count, spec.norm_eps, self._scale, spec.attention_softcap, self._gate, total
         make = kernels.decode_layers
         op_by_op = spec.is_latent or spec.is_parallel or spec.norm_names[0] is None
@@ -268,7 +270,7 @@ class Decoder:
     ) -> torch.Tensor | None:
         """What a block adds to the stream by its last linear, of all ranks of the stage, behind a norm where there is
         one. None: it has joined the stream."""
-        if norm_E is None and self.shard.tp == 1:
+        if norm_E is None and not self._has_parts:
             return self._kernels.add_linear(x_TX, packed, residual_TE)
         x_TE = self._comm.all_reduce(self._kernels.linear(x_TX, packed))
         return x_TE if norm_E is None else self._kernels.rms_norm(x_TE, norm_E, self.spec.norm_eps)
