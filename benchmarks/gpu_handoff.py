@@ -104,8 +104,9 @@ def rates(pair: Pair, rounds: int, owner: str) -> dict[str, float]:
     jobs: dict[str, Callable[[], object]] = {
         "pull": puller(pair), "pulls": puller(pair, TOGETHER), "copy": copier(byte_count, 1, owner),
         "copies": copier(byte_count, TOGETHER, owner), "sums": lambda: backend.digests(Part.FULL, ids, 5),
-        "slices": puller(pair, TOGETHER, half_heads()),
     }  # fmt: skip
+    if backend.capabilities.slices:
+        jobs["slices"] = puller(pair, TOGETHER, half_heads())
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for _ in range(rounds):
         for name, job in jobs.items():
@@ -113,7 +114,7 @@ def rates(pair: Pair, rounds: int, owner: str) -> dict[str, float]:
     (peer,), (known,) = backend._peers, pair.port._peers.values()
     opening = [seconds_of(lambda: backend.connect(peer, known.endpoints[0])) for _ in range(5)]
     moved = {name: byte_count * (TOGETHER if name in ("pulls", "copies") else 1) for name in jobs}
-    moved["slices"] = byte_count * TOGETHER // 2
+    moved |= {"slices": byte_count * TOGETHER // 2} if "slices" in jobs else {}
     found = {f"{name}_gb_s": moved[name] / statistics.median(spent) / 1e9 for name, spent in seconds.items()}
     shares = {
         "of_copy": found["pull_gb_s"] / found["copy_gb_s"],
