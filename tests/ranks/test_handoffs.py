@@ -275,4 +275,4 @@ def test_auto_tries_memory_of_accelerators_first_whatever_the_ranks_of_one_host(
     with caplog.at_level("WARNING"):
         found = data_backends(config_of(toy, mode="decode", **settings, **given), 0, "meta")
     assert found[-1].name == "tcp"
-    assert ("cuda_ipc shares memory of a GPU, the pools are on 'meta'" in caplog.text) is tried
+    assert ("memory of a GPU is to be reached, the pools are on 'meta'" in caplog.text) is tried
