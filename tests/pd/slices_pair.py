@@ -40,6 +40,7 @@ from serinus.pool import DevicePool, PoolSpec
 from serinus.testing.answering_line import AnsweringLine
 from serinus.wire import LocalHub, Mailbox
 from serinus.wire.messages import LayoutSignature
+from tests.pd.gather import Gather
 from tests.pd.tiny import first_token, make_request, make_settings
 
 TOKENS, PAGE_SIZE = 20, 4
@@ -60,22 +61,6 @@ def lane(rows: PageRows) -> torch.Tensor:
     count = 1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(rows.address))
     return torch.from_numpy(memory).as_strided(shape, steps)
-
-
-@dataclass(slots=True)
-class Gather:
-    """Moves when it is told to; what is left of an owner can be read all the same."""
-
-    move: Callable[[], bytes]
-    found: bytes = b""
-    seconds: float = 0.25
-
-    def done(self) -> bool:
-        return bool(self.found)
-
-    def sums(self) -> bytes:
-        self.found = self.found or self.move()
-        return self.found
 
 
 @dataclass(slots=True)

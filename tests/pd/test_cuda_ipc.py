@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,6 +25,7 @@ from serinus.pd.backends import (
     strips_between_rows,
     unpack_endpoint,
 )
+from tests.pd.gather import Gather
 
 PAGES, STRIP, LANES = 20, 32, 2
 BYTES = PAGES * STRIP * LANES
@@ -58,22 +59,6 @@ class Device:
         start = address & ((1 << 40) - 1)
         base = max(each for each in self.memory if each <= start)
         return self.memory[base][start - base : start - base + count]
-
-
-@dataclass(slots=True)
-class Gather:
-    """Moves when it is told to."""
-
-    move: Callable[[], bytes]
-    found: bytes = b""
-    seconds: float = 0.25
-
-    def done(self) -> bool:
-        return bool(self.found)
-
-    def sums(self) -> bytes:
-        self.found = self.found or self.move()
-        return self.found
 
 
 @dataclass(slots=True)

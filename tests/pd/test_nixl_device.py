@@ -22,6 +22,7 @@ from serinus.kernels.ref.pull_pages import page_sums
 from serinus.pd import AttachPeer, Mode, MovePiece, PageWorker, PieceMoved, RankLayout
 from serinus.pd.backends import NixlBackend, OpResult, OpState, PageRows, Region, make_one_sided, pack_endpoint
 from serinus.pd.backends.nixl import NixlLibrary
+from tests.pd.gather import Gather
 from tests.pd.test_late import Store
 from tests.pd.tiny import LAYOUT
 
@@ -165,22 +166,6 @@ class Agent:
 
 
 @dataclass(slots=True)
-class Sums:
-    """A Pull of sums: made when the device comes to it."""
-
-    make: Callable[[], bytes]
-    found: bytes = b""
-    seconds: float = 0.0
-
-    def done(self) -> bool:
-        return bool(self.found)
-
-    def sums(self) -> bytes:
-        self.found = self.found or self.make()
-        return self.found
-
-
-@dataclass(slots=True)
 class Device:
     """PoolDevice of one process."""
 
@@ -190,7 +175,7 @@ class Device:
     """Steps that were given to it, and..."""
     run: int = 0
     """...those that have run."""
-    under_way: list[Sums] = field(default_factory=list)
+    under_way: list[Gather] = field(default_factory=list)
 
     def warm(self, regions: Sequence[Region]) -> None:
         self.machine.log.append("warm")
@@ -199,9 +184,9 @@ class Device:
         behind = self.queued
         return lambda: self.run >= behind
 
-    def begin_sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> Sums:
+    def begin_sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> Gather:
         self.machine.log.append("sums")
-        self.under_way.append(Sums(lambda: self._sums(rows, pages, seed)))
+        self.under_way.append(Gather(lambda: self._sums(rows, pages, seed)))
         return self.under_way[-1]
 
     def sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> bytes:
