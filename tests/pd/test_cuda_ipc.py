@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from serinus.core.errors import ConfigError, InvariantError, TransferFailed
 from serinus.core.parts import Part
-from serinus.kernels.ref.pull_pages import page_sums
 from serinus.pd.backends import (
     CudaIpcBackend,
     OpState,
@@ -25,7 +24,7 @@ from serinus.pd.backends import (
     strips_between_rows,
     unpack_endpoint,
 )
-from tests.pd.gather import Gather
+from tests.pd.gather import Gather, sums_of
 
 PAGES, STRIP, LANES = 20, 32, 2
 BYTES = PAGES * STRIP * LANES
@@ -105,12 +104,8 @@ class Library:
         self.gathers.append(Gather(move))
         return self.gathers[-1]
 
-    def sums(self, rows_of: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> bytes:
-        ((own,),) = rows_of
-        starts = [own.address + lane * own.strip_step for lane in range(own.strip_count)]
-        lanes = [self.machine.at(start, own.page_count * own.row_bytes) for start in starts]
-        rows = [lane.reshape(-1, own.row_bytes)[pages] for lane in lanes]
-        return page_sums(np.concatenate(rows, axis=1), seed).astype("<u8").tobytes()
+    def sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> bytes:
+        return sums_of(self.machine.at, rows, pages, seed)
 
 
 @dataclass(slots=True)

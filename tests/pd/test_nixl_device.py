@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from serinus.core.clock import ManualClock
 from serinus.core.errors import ConfigError, TransferFailed
 from serinus.core.parts import Part
-from serinus.kernels.ref.pull_pages import page_sums
 from serinus.pd import AttachPeer, Mode, MovePiece, PageWorker, PieceMoved, RankLayout
 from serinus.pd.backends import NixlBackend, OpResult, OpState, PageRows, Region, make_one_sided, pack_endpoint
 from serinus.pd.backends.nixl import NixlLibrary
-from tests.pd.gather import Gather
+from tests.pd.gather import Gather, sums_of
 from tests.pd.test_late import Store
 from tests.pd.tiny import LAYOUT
 
@@ -200,11 +199,7 @@ class Device:
         self.machine.log.append("settle")
 
     def _sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> bytes:
-        ((own,),) = rows
-        starts = [own.address + lane * own.strip_step for lane in range(own.strip_count)]
-        lanes = [self.machine.at(start, own.page_count * own.page_step) for start in starts]
-        found = [lane.reshape(-1, own.page_step)[pages] for lane in lanes]
-        return page_sums(np.concatenate(found, axis=1), seed).astype("<u8").tobytes()
+        return sums_of(self.machine.at, rows, pages, seed)
 
 
 def library(machine: Machine) -> NixlLibrary:

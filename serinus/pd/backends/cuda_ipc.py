@@ -34,6 +34,7 @@ from serinus.pd.backends.one_sided import (
     pairs_of_part,
     rows_of,
     unpack_endpoint,
+    whole_pages,
     whole_rows,
 )
 from serinus.pd.modes import Capabilities, Mode
@@ -69,7 +70,18 @@ class Pull(Protocol):
         """From its begin to its end on the device; only when it is done."""
 
 
-class IpcLibrary(Protocol):
+class PageSums(Protocol):
+    """Sums of own pages on a device."""
+
+    def warm(self, regions: Sequence[Region]) -> None:
+        """Make ready for own pages, which are all of these. Raises ConfigError: the device does not do it right."""
+
+    def sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> bytes:
+        """Of own pages where they lie, which are whole when what is queued for the model now has run: of each a
+        little-endian u64 over each of `rows`. Waits for the device."""
+
+
+class IpcLibrary(PageSums, Protocol):
     """What is used of CUDA, by one rank on its device."""
 
     device: str
@@ -78,9 +90,6 @@ class IpcLibrary(Protocol):
     """Devices of which this process can read memory, its own among them."""
     process: str
     """Identity of the process, the same in no other one of this machine."""
-
-    def warm(self, regions: Sequence[Region]) -> None:
-        """Make ready for own pages, which are all of these. Raises ConfigError: the device does not do it right."""
 
     def share(self, address: int) -> SharedAllocation:
         """The allocation that an address lies in. Raises ConfigError: it cannot be shared."""
@@ -97,9 +106,6 @@ class IpcLibrary(Protocol):
     ) -> Pull:  # fmt: skip
         """Queue: rows of own pages are filled from those of opened memory. `pairs`: own rows and source, in the order
         of a page's bytes. It begins when what was queued before on own pages is over, and gives way to the model."""
-
-    def sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> bytes:
-        """Of own pages where they lie: of each a little-endian u64 over each of `rows`. Waits for the device."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,8 +184,7 @@ class CudaIpcBackend:
 
     def digests(self, part: Part, pages: NDArray[np.int32], seed: int) -> bytes | None:
         """Sums of own pages. Cost: reads them once, and waits for that."""
-        whole = [whole_rows(region) for region in self._regions if region.part is part]
-        return self._library.sums((whole,), pages, seed)
+        return self._library.sums((whole_pages(self._regions, part),), pages, seed)
 
     def slice_digests(self, part: Part, slices: Sequence[Slice], pages: NDArray[np.int32], seed: int) -> bytes:
         """See SliceReader. Cost: reads what is in slices once for each, and waits for that."""

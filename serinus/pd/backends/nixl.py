@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from serinus.core.errors import ConfigError, InvariantError, TransferFailed
 from serinus.core.parts import Part
-from serinus.pd.backends.cuda_ipc import Pull
+from serinus.pd.backends.cuda_ipc import PageSums, Pull
 from serinus.pd.backends.one_sided import (
     Endpoint,
     Fenced,
@@ -38,7 +38,7 @@ from serinus.pd.backends.one_sided import (
     strips_into_rows,
     strips_of_part,
     unpack_endpoint,
-    whole_rows,
+    whole_pages,
 )
 from serinus.pd.modes import Capabilities, Mode
 
@@ -58,23 +58,17 @@ class NixlLibrary:
     """All that it raises."""
 
 
-class PoolDevice(Protocol):
+class PoolDevice(PageSums, Protocol):
     """What is used of CUDA, where pools are on a GPU."""
 
     index: int
     """Number of the GPU, as this process counts."""
-
-    def warm(self, regions: Sequence[Region]) -> None:
-        """Make ready for own pages, which are all of these. Raises ConfigError: the device does not do it right."""
 
     def behind_queue(self) -> Callable[[], bool]:
         """Asks, without waiting, whether all that is queued for the model now has run."""
 
     def begin_sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> Pull:
         """Queue: sums of own pages, which are whole. Beside what is queued for the model."""
-
-    def sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> bytes:
-        """Of own pages, which are whole when what is queued for the model now has run. Waits for the device."""
 
     def settle(self) -> None:
         """Wait for all that this process has queued on the device, by any library."""
@@ -203,10 +197,7 @@ class NixlBackend:
 
     def digests(self, part: Part, pages: NDArray[np.int32], seed: int) -> bytes | None:
         """Sums of own pages on a GPU; waits for the device. None = on the host: XXH3, by the page workers."""
-        return None if self._device is None else self._device.sums(self._rows_of(part), pages, seed)
-
-    def _rows_of(self, part: Part) -> tuple[list[PageRows]]:
-        return ([whole_rows(region) for region in self._regions if region.part is part],)
+        return None if self._device is None else self._device.sums((whole_pages(self._regions, part),), pages, seed)
 
     def connect(self, peer: str, endpoint: bytes) -> None:
         """Add one rank of a peer to our agent, under a name of our choice; a known name is taken anew.
@@ -293,7 +284,8 @@ class NixlBackend:
         strips = strips_of_part(self._regions, self._at(peer).endpoint.regions, part, pages, sources)
         if self._device is None:
             return self._begin(peer, strips)
-        return self._begin(peer, strips, partial(self._device.begin_sums, self._rows_of(part), pages, digest_seed))
+        rows = (whole_pages(self._regions, part),)
+        return self._begin(peer, strips, partial(self._device.begin_sums, rows, pages, digest_seed))
 
     def read_rows(self, peer: str, part: Part, rows: NDArray[np.uint8], sources: NDArray[np.int32]) -> int:
         """Begin to fill rows, lent before, from the peer's pages; as `read`."""

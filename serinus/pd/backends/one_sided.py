@@ -109,6 +109,11 @@ def whole_rows(region: Region) -> PageRows:
     )  # fmt: skip
 
 
+def whole_pages(regions: Sequence[Region], part: Part) -> list[PageRows]:
+    """All that moves with a part, in the order of a page's bytes."""
+    return [whole_rows(region) for region in regions if region.part is part]
+
+
 def rows_of(region: Region, part: Slice) -> PageRows:
     """The rows of a slice in the region that holds the KV of its rank's part.
 
