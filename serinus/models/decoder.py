@@ -256,8 +256,7 @@ class Decoder:
             normed_TE = kernels.rms_norm(residual_TE, norm_E, eps)
         else:
             normed_TE = kernels.add_rms_norm(x_TE, residual_TE, norm_E, eps)
-        said_TE = self._comm.all_reduce(mixture.add(kernels, normed_TE, self._gate))
-        return said_TE if layer.output_norm_E is None else kernels.rms_norm(said_TE, layer.output_norm_E, eps)
+        return self._whole(mixture.add(kernels, normed_TE, self._gate), layer.output_norm_E)
 
     def _gated(self, index: int, x_TE: torch.Tensor | None, residual_TE: torch.Tensor) -> torch.Tensor:
         """What this rank's part of an MLP has before its down projection; x joins the stream before."""
@@ -272,7 +271,11 @@ class Decoder:
         one. None: it has joined the stream."""
         if norm_E is None and not self._has_parts:
             return self._kernels.add_linear(x_TX, packed, residual_TE)
-        x_TE = self._comm.all_reduce(self._kernels.linear(x_TX, packed))
+        return self._whole(self._kernels.linear(x_TX, packed), norm_E)
+
+    def _whole(self, part_TE: torch.Tensor, norm_E: torch.Tensor | None) -> torch.Tensor:
+        """What all ranks of the stage say together, behind a norm where there is one."""
+        x_TE = self._comm.all_reduce(part_TE)
         return x_TE if norm_E is None else self._kernels.rms_norm(x_TE, norm_E, self.spec.norm_eps)
 
     def _project(
