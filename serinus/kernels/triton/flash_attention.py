@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from serinus.kernels.triton.contiguous_attention import ChunkGroup
 
 _PACKAGE = "fa3_fwd"
 _HOPPER = 9
+_Starts: TypeAlias = tuple[Tensor, Tensor, Tensor, int, int]
 _log = get_logger("kernels")
 
 
@@ -32,7 +33,7 @@ class FlashAttention:
 
     def __init__(self, forward: Any) -> None:
         self._forward = forward
-        self._latest: tuple[AttentionBatch | None, dict[int, tuple[Tensor, Tensor, Tensor]]] = None, {}
+        self._latest: tuple[AttentionBatch | None, dict[int, _Starts]] = None, {}
 
     def attend(
         self, q_TND: Tensor, k_HLD: Tensor, v_HLD: Tensor, batch: AttentionBatch, group: ChunkGroup, scale: float,
@@ -40,16 +41,16 @@ class FlashAttention:
     ) -> None:  # fmt: skip
         """Attention of the sequences of a group into `out_TND`, as `attend_contiguous` does it."""
         own = slice(head, head + queries * len(k_HLD))
-        q_starts, k_starts, contexts = self._starts_of(batch, group)
-        longest = max(each.count for each in group.chunks), max(each.context for each in group.chunks)
+        q_starts, k_starts, contexts, *longest = self._starts_of(batch, group)
         self._forward(
             q_TND[group.tokens, own], k_HLD.transpose(0, 1), v_HLD.transpose(0, 1), None, None, None,
             out_TND[group.tokens, own], q_starts, k_starts, None, None, contexts, *longest, None, None, None, None,
             None, None, None, None, None, scale, True, -1, -1, 0, 0.0, True, None, 1, None, 0,
         )  # fmt: skip
 
-    def _starts_of(self, batch: AttentionBatch, group: ChunkGroup) -> tuple[Tensor, Tensor, Tensor]:
-        """int32: B + 1 offsets of the group's queries, as many of their contexts, and how long these are."""
+    def _starts_of(self, batch: AttentionBatch, group: ChunkGroup) -> _Starts:
+        """int32: B + 1 offsets of the group's queries, as many of their contexts, and how long these are; the most
+        queries, and the longest context."""
         of, starts = self._latest
         if of is not batch:
             self._latest = _, starts = batch, {}
@@ -61,6 +62,8 @@ class FlashAttention:
                 (batch.q_starts_B1[first : end + 1] - group.tokens.start).int(),
                 torch.nn.functional.pad(places, (0, 1), value=group.rows).int(),
                 batch.context_B[first:end].int(),
+                max(each.count for each in group.chunks),
+                max(each.context for each in group.chunks),
             )
         return starts[first]
 
