@@ -56,24 +56,20 @@ def puller(pair: Pair, count: int = 1, between: tuple[Slice, Slice] | None = Non
     """So many reads of scattered pages into scattered pages, begun together, until all are said to be over; of slices
     of them, where some are given."""
     backend: Any = pair.backends[0]
-    read = backend.read if between is None else partial(_read_slice, backend, between)
+    given = () if between is None else (between,)
+    read = backend.read if between is None else backend.read_slice
     (peer,) = backend._peers
     rng = np.random.default_rng(1)
     pages, sources = (rng.permutation(np.arange(1, PAGES + 1, dtype=np.int32))[:PULLED] for _ in range(2))
 
     def once() -> None:
-        ops = [read(peer, Part.FULL, pages, sources, 1234567) for _ in range(count)]
+        ops = [read(peer, Part.FULL, *given, pages, sources, 1234567) for _ in range(count)]
         while ops:
             states = {op: backend.poll(op).state for op in ops}
             assert set(states.values()) <= {OpState.PENDING, OpState.DONE}
             ops = [op for op, state in states.items() if state is OpState.PENDING]
 
     return once
-
-
-def _read_slice(backend: Any, between: tuple[Slice, Slice], peer: str, part: Part, *rest: Any) -> int:
-    op: int = backend.read_slice(peer, part, between, *rest)
-    return op
 
 
 def half_heads() -> tuple[Slice, Slice]:
@@ -113,9 +109,11 @@ def rates(pair: Pair, rounds: int, owner: str) -> dict[str, float]:
             seconds[name].append(seconds_of(job))
     (peer,), (known,) = backend._peers, pair.port._peers.values()
     opening = [seconds_of(lambda: backend.connect(peer, known.endpoints[0])) for _ in range(5)]
-    moved = {name: byte_count * (TOGETHER if name in ("pulls", "copies") else 1) for name in jobs}
-    moved |= {"slices": byte_count * TOGETHER // 2} if "slices" in jobs else {}
-    found = {f"{name}_gb_s": moved[name] / statistics.median(spent) / 1e9 for name, spent in seconds.items()}
+    times = {"pulls": TOGETHER, "copies": TOGETHER, "slices": TOGETHER / 2}
+    found = {
+        f"{name}_gb_s": byte_count * times.get(name, 1) / statistics.median(spent) / 1e9
+        for name, spent in seconds.items()
+    }
     shares = {
         "of_copy": found["pull_gb_s"] / found["copy_gb_s"],
         "of_copies": found["pulls_gb_s"] / found["copies_gb_s"],

@@ -353,7 +353,7 @@ class PageFiles:
         """It was not there. Another thread or process may have written it meanwhile: its folder is listed again."""
         with self._lock:
             if self._take_out(name):
-                self._listings.forget(self._path(name).rpartition("/")[0])
+                self._list_again(name)
 
     def _delete(self, name: str) -> bool:
         """Forget and remove a file; whether it was there. Raises OSError: it may be there still."""
@@ -364,9 +364,13 @@ class PageFiles:
         except FileNotFoundError:
             return False
         except OSError:
-            self._listings.forget(self._path(name).rpartition("/")[0])
+            self._list_again(name)
             raise
         return True
+
+    def _list_again(self, name: str) -> None:
+        """The folder of a file, by the next removal."""
+        self._listings.forget(self._path(name).rpartition("/")[0])
 
     def _throw_away(self, name: str, why: str) -> None:
         """A file that has our name and is no page of ours: remove it, so that the page can be stored again."""
