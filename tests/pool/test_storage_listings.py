@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
@@ -54,12 +54,15 @@ def chain(files: PageFiles, keys: Sequence[bytes] = KEYS, before: bytes = UNKNOW
 
 
 class World:
-    """Engines on one folder, and what pages they stored: by key, the key of the page before as it is in the files."""
+    """Engines on one folder, and what pages they stored: by place, the keys of the page before as they were told with
+    each file there was, the last as it is in the folder."""
 
     def __init__(self, folder: str, disk: Callable[[], FileSystem], rng: Random) -> None:
         self.folder, self.disk, self.rng = folder, disk, rng
+        self.size, self.unknown = rng.choice([4, 8, 30]), rng.choice([0.1, 0.5])
+        """Pages of the tree, and the share of writers who do not know what a page continues."""
         self.engines: list[PageFiles] = []
-        self.before: dict[tuple[Part, bytes], bytes] = {}
+        self.before: dict[tuple[Part, bytes], list[bytes]] = {}
         self.removals = 0
         self.open()
 
@@ -73,13 +76,13 @@ class World:
             self.engines.pop(self.rng.randrange(len(self.engines))).close()
 
     def save(self) -> None:
-        """A page of a tree of 30: its place is its key, but a writer may not know it."""
-        index, part, engine = self.rng.randrange(30), self.rng.choice((FULL, SWA)), self.rng.choice(self.engines)
-        before = UNKNOWN if self.rng.random() < 0.1 else key_of(1000 + (index - 1) // 2)
+        """A page of the tree: its place is its key, but a writer may not know it."""
+        index, part, engine = self.rng.randrange(self.size), self.rng.choice((FULL, SWA)), self.rng.choice(self.engines)
+        before = UNKNOWN if self.rng.random() < self.unknown else key_of(1000 + (index - 1) // 2)
         is_stored = (part, key_of(1000 + index)) in self.stored()
         engine.save(part, key_of(1000 + index), DATA, before)
         if not is_stored:
-            self.before[part, key_of(1000 + index)] = before
+            self.before.setdefault((part, key_of(1000 + index)), []).append(before)
 
     def use(self) -> None:
         key, part, engine = self.key(), self.rng.choice((FULL, SWA)), self.rng.choice(self.engines)
@@ -94,21 +97,24 @@ class World:
         count = self.rng.choice(self.engines).remove(sorted(keys))
         self.removals += 1
         left = self.stored()
-        assert not left.keys() & self.behind(keys, stored.keys()), f"removed {keys}"
-        assert stored.keys() - left.keys() <= self.behind(keys, self.before.keys()), f"removed {keys}"
+        in_folder = {place: self.before[place][-1:] for place in stored}
+        assert not left.keys() & self.behind(keys, in_folder), f"removed {keys}"
+        assert stored.keys() - left.keys() <= self.behind(keys, self.before), f"removed {keys}"
         assert count == len(stored) - len(left)
 
-    def behind(self, keys: set[bytes], places: Set[tuple[Part, bytes]]) -> set[tuple[Part, bytes]]:
+    def behind(
+        self, keys: set[bytes], before: Mapping[tuple[Part, bytes], Sequence[bytes]]
+    ) -> set[tuple[Part, bytes]]:
         """Which of these are pages of these keys, or continue one that is: over all of them again and again. A removal
-        may know of pages between that are not stored any more."""
+        may know of pages between that are not stored any more, and what was told of a page with an earlier file."""
         gone, count = set(keys), 0
         while count < len(gone):
             count = len(gone)
-            gone |= {key for part, key in places if self.before[part, key] in gone}
-        return {place for place in places if place[1] in gone}
+            gone |= {key for (_, key), told in before.items() if not gone.isdisjoint(told)}
+        return {place for place in before if place[1] in gone}
 
     def key(self) -> bytes:
-        return key_of(1000 + self.rng.randrange(30))
+        return key_of(1000 + self.rng.randrange(self.size))
 
     def stored(self) -> dict[tuple[Part, bytes], Path]:
         """What is in the folder, looked at from outside of the engines."""
@@ -322,6 +328,16 @@ def test_a_page_that_another_engine_removed_and_stored_again_is_found() -> None:
     one.remove([key_of(9)])  # lists the folder of S
     assert one.recalled() == [S]
     assert one.remove([P]) == 4
+
+
+def test_a_page_that_another_engine_stored_again_with_what_it_continues_is_found() -> None:
+    folders = sim_folders()
+    one, two = (files_on("/d0", sim_disk(folders)) for _ in range(2))
+    two.save(FULL, Q, DATA)
+    one.remove([key_of(9)])  # learns that nobody knew what Q continues
+    two.remove([Q])
+    two.save(FULL, Q, DATA, P)
+    assert one.remove([P]) == 1
 
 
 def test_a_page_that_was_stored_while_a_read_missed_it_is_found() -> None:

@@ -117,6 +117,7 @@ class PageFiles:
         self._listings = Listings(self._disk, partial(self._disk.now_ns, self._folder, self._writer))
         try:
             self._secret = self._disk.open_folder(self._folder, self._writer)
+            self._nothing = ("", self._digest(_UNKNOWN))
             self._notices = Notices(self._disk, self._folder, self._writer, self._secret, clock)
             self._scan()
             self._remove_leftovers()
@@ -241,13 +242,28 @@ class PageFiles:
             if not self._listings.is_new(folder, alone=alone):
                 continue
             try:
-                names = [name for name in self._disk.names(folder) if name not in self._index]
+                names = self._new_of(self._disk.names(folder))
                 for name in sorted(filter(_PAGE.fullmatch, names)):
                     with suppress(FileNotFoundError):  # it is gone by now
                         self._note(name, self._disk.byte_count(self._path(name)))
             except OSError:
                 self._listings.forget(folder)
                 raise
+
+    def _new_of(self, names: Iterable[str]) -> list[str]:
+        """Names that the index lacks. Of those it has, another process may have removed a file and stored it again:
+        what the first writer did not know of the page before, the second one may have known."""
+        new, doubtful = [], []
+        with self._lock:
+            for name in names:
+                file = self._index.get(name)
+                if file is None:
+                    new.append(name)
+                elif file.before in self._nothing:
+                    doubtful.append(name)
+            for name in doubtful:
+                self._continues(name, None)
+        return new
 
     def _look_up(self) -> None:
         """Learn from their headers which pages the files continue of which that is not known yet. Raises OSError: some
