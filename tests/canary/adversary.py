@@ -1,14 +1,16 @@
 """An adversary that knows nothing of the canary: it has raw memory, files and the functions that copy, and chance.
 
     python -m tests.canary.adversary --faults 3000 --seed 1 [--mode heal --coverage full --world pair --site "kv bit"]
+                                     [--copies 1]
 
 A real engine (a toy checkpoint, of which every wrong KV byte makes wrong tokens; with --shape moe or mla a small
 mixture of experts, or a model of latent attention) with host tier and files, and a pair that hands over through shared
 memory, answer prompts that share prefixes. One fault a round, at a random moment, from another thread (from another
 process in the shared segment): a bit, 64 bytes, pages exchanged, shifted or played back with their stamps, entries of
 row tables, files, copies of the wrong page, late, twice or left out. It aims at pages that are of a request or of a
-prefix, as the page map shows them; it does not use what canary, perturb or self-test choose their victims by. Right
-answers are computed apart (testing/oracle.py; those of moe and mla by transformers).
+prefix, as the page map shows them; it does not use what canary, perturb or self-test choose their victims by. A fault
+of what copies spoils all copies while it lasts, with `--copies N` so many. Right answers are computed apart
+(testing/oracle.py; those of moe and mla by transformers).
 
 Half of the prompts are streamed. After a fault every prompt is gone on with behind its answer, so that what is still
 there is read: from the device, from the host, from the files. The engines are one with tiers, a pair, one of two slices
@@ -34,7 +36,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from serinus.core.request import FinishReason
@@ -48,7 +50,8 @@ __all__ = ["BLIND", "Cell", "run", "table"]
 
 _UNDONE = "With `rotating:N`, bytes that change and change back between two turns of their page."
 BLIND = {("mover: twice", "rotating:16"): _UNDONE}
-"""Sites and coverage under which faults may end in wrong answers; what docs/CANARY.md, "What it cannot see", says."""
+"""Sites and coverage under which faults of all copies may end in wrong answers, as one copy that comes twice undoes
+another; what docs/CANARY.md, "What it cannot see", says."""
 SETTINGS = [(mode, coverage) for mode in ("raise", "heal", "confirmed") for coverage in ("full", "rotating:16")]
 """`confirmed`: heal, with `--kv-canary-stream confirmed`."""
 _ENDS_WELL = (FinishReason.LENGTH, FinishReason.STOP)
@@ -67,6 +70,8 @@ class Cell:
     moment: str
     mode: str
     coverage: str
+    copies: int = 0
+    """That a fault of what copies spoils; 0: all while it lasts."""
     faults: int = 0
     answers: int = 0
     """Asked for, before and after the faults."""
@@ -84,7 +89,8 @@ class Cell:
     @property
     def is_blind(self) -> bool:
         """Wrong answers that no list allows, or an engine that ended."""
-        return self.stopped > 0 or (self.wrong > 0 and (self.site, self.coverage) not in BLIND)
+        is_listed = self.copies == 0 and (self.site, self.coverage) in BLIND
+        return self.stopped > 0 or (self.wrong > 0 and not is_listed)
 
     def line(self) -> str:
         """One row of the matrix."""
@@ -130,7 +136,7 @@ class _Round:
         world, cell, rng = self.world, self.cell, self.rng
         self._phase(2)
         self._phase(2)
-        act = self.site.draw(world.targets(), rng)
+        act = self.site.draw(replace(world.targets(), copies=cell.copies), rng)
         if act is None:
             return
         cell.faults += 1
@@ -263,13 +269,13 @@ def _hear(event: str, args: tuple[object, ...]) -> None:
 def run(
     faults: int, seed: int, home: Path, *, worlds: Sequence[str] = tuple(WORLDS), sites: Sequence[str] = tuple(SITES),
     settings: Sequence[tuple[str, str]] = tuple(SETTINGS), shapes: Sequence[str] = ("full", "both"),
-    say: Callable[[str], None] = lambda line: None,
+    copies: int = 0, say: Callable[[str], None] = lambda line: None,
 ) -> list[Cell]:  # fmt: skip
     """So many faults, spread evenly over all cells; the matrix. Cost: about 0.3 s of CPU a fault."""
     rng = Rng(seed)
     toys = {shape: make_model(home / shape, shape) for shape in shapes}
     cells = [
-        Cell(world, site, moment, mode, coverage)
+        Cell(world, site, moment, mode, coverage, copies)
         for world in worlds for mode, coverage in settings for site in sites if world in SITES[site].worlds
         for moment in SITES[site].moments
     ]  # fmt: skip
@@ -312,6 +318,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, action="append", help="of the models: full, both")
     parser.add_argument("--mode", choices=sorted({mode for mode, _ in SETTINGS}), action="append")
     parser.add_argument("--coverage", choices=sorted({coverage for _, coverage in SETTINGS}), action="append")
+    parser.add_argument("--copies", type=int, default=0, help="that a fault of a mover spoils; 0 = all while it lasts")
     options = parser.parse_args()
     settings = [
         (mode, coverage) for mode, coverage in SETTINGS
@@ -322,7 +329,7 @@ def main() -> int:
         cells = run(
             options.faults, options.seed, Path(home), worlds=options.world or tuple(WORLDS),
             sites=options.site or tuple(SITES), settings=settings,
-            shapes=options.shape or ("full", "both"), say=lambda line: print(line, flush=True),
+            shapes=options.shape or ("full", "both"), copies=options.copies, say=lambda line: print(line, flush=True),
         )  # fmt: skip
     print(table(cells))
     blind = [cell for cell in cells if cell.is_blind]

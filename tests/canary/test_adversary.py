@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,9 @@ def test_a_wrong_answer_is_a_blind_cell_unless_its_setting_is_listed() -> None:
     assert "BLIND" in table([seen])
     assert not Cell("tiers", "kv bit", "running", "raise", "full", faults=3, told=3).is_blind
     assert Cell("tiers", "kv bit", "running", "raise", "full", faults=3, stopped=1).is_blind
-    assert not Cell("tiers", "mover: twice", "running", "raise", "rotating:16", faults=3, wrong=1).is_blind
+    twice = Cell("tiers", "mover: twice", "running", "raise", "rotating:16", faults=3, wrong=1)
+    assert not twice.is_blind
+    assert replace(twice, copies=1).is_blind
 
 
 @pytest.mark.proof
@@ -42,6 +45,14 @@ def test_no_answer_that_ends_well_is_wrong(tmp_path: Path) -> None:
     assert not [cell.line() for cell in cells if cell.is_blind]
     read = sum(cell.told + cell.refused for cell in cells)
     assert read > sum(cell.faults for cell in cells) // 4, "too few faults were read at all"
+
+
+@pytest.mark.proof
+def test_one_copy_that_comes_twice_makes_no_answer_wrong(tmp_path: Path) -> None:
+    settings = [("heal", "rotating:16"), ("confirmed", "rotating:16")]
+    cells = run(48, 4, tmp_path, settings=settings, sites=["mover: twice"], copies=1)
+    assert not [cell.line() for cell in cells if cell.is_blind], table(cells)
+    assert sum(cell.told for cell in cells) > 12, table(cells)
 
 
 @pytest.mark.proof
