@@ -47,7 +47,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**json.loads(done.stdout), **failed}
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.title)
 def test_an_example_can_be_followed(example: Example, failures: dict[str, str]) -> None:
     assert example.proof, f"{example.title}: no proof"

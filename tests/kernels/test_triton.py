@@ -18,11 +18,12 @@ def interpreted(first: int, end: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_every_triton_kernel_equals_the_reference_under_the_interpreter() -> None:
-    assert interpreted(0, 3) == {name: {} for name in CASES}
+    """A case of decodes, and one of chunks."""
+    assert interpreted(0, 2) == {name: {} for name in CASES}
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("first", [3, 7])
+@pytest.mark.parametrize("first", [2, 6])
 def test_every_triton_kernel_equals_the_reference_under_the_interpreter_on_more_cases(first: int) -> None:
     """A case takes a slow machine half a minute."""
     assert interpreted(first, first + 4) == {name: {} for name in CASES}

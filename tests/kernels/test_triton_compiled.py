@@ -16,7 +16,7 @@ from .triton_cases import run_cases
 COLUMN = Path(serinus.kernels.triton.__path__[0])
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_every_triton_kernel_compiles_for_a_gpu_on_a_machine_without_one(tmp_path: Path) -> None:
     assert run_cases("compile", f"TRITON_CACHE_DIR={tmp_path}") == ""
     started = re.findall(r"^ +(_\w+)\[\(", "".join(map(Path.read_text, COLUMN.glob("*.py"))), re.M)
@@ -44,7 +44,7 @@ SPILLING = 12
 over latent rows."""
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_rows_of_slices_are_loaded_and_stored_16_bytes_at_a_time(tmp_path: Path) -> None:
     assert run_cases("pull", f"TRITON_CACHE_DIR={tmp_path}") == ""
     texts = [path.read_text() for path in tmp_path.glob("*/_pull.ptx")]

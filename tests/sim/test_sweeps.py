@@ -28,7 +28,7 @@ def _check(scenarios: Iterable[Scenario]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", _first("tcp", "pull"))
+@pytest.mark.parametrize("backend", _first("tcp"))
 def test_a_crash_a_cancel_a_lost_or_repeated_frame_at_steps_of_a_handoff(backend: str) -> None:
     """Each third step and frame; `python -m tests.sim.night` takes every one, and all pairs."""
     base = calm_scenario(draw(3, backend=backend), works=1)
@@ -46,7 +46,7 @@ def test_pages_that_a_rank_is_still_to_fill_go_to_the_next_request_at_once() -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", _first("shm", "push"))
+@pytest.mark.parametrize("backend", _first("shm"))
 def test_pairs_of_faults_in_a_world_of_one_request(backend: str) -> None:
     """Each 211th pair; the others are for the night."""
     base = calm_scenario(draw(3, backend=backend), works=1)

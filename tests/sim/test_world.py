@@ -12,10 +12,10 @@ from serinus.core.rng import Rng
 from serinus.sim import Run, Scenario, draw, run
 from serinus.sim.options import Cancel
 
-SEEDS = 100
+SEEDS = 50
 """In the default suite; the proof goes on to PROOF_SEEDS."""
 PROOF_SEEDS = 2000
-SHARE = 100
+SHARE = 50
 
 
 @cache
@@ -93,13 +93,13 @@ def test_a_storm_of_aborts_leaves_nothing_behind(backend: str) -> None:
 
 @pytest.mark.slow
 def test_a_seed_is_always_the_same_run() -> None:
-    for seed in range(24):
-        canary = "damaged" if seed < 4 else None
+    for seed in range(12):
+        canary = "damaged" if seed < 2 else None
         once, again = _run(seed, canary), run(draw(seed, canary=canary))
         assert once == again, f"seed {seed} had two lives"
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_the_worlds_are_what_they_claim_to_be() -> None:
     """Otherwise two thousand clean seeds would prove nothing: everything that may happen does, somewhere."""
     counts: dict[str, int] = {}
@@ -133,7 +133,7 @@ def test_a_scenario_survives_being_written_down() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("canary", ["", "damaged"])
+@pytest.mark.parametrize("canary", ["", pytest.param("damaged", marks=pytest.mark.proof)])
 def test_prompt_chunks_are_computed_ahead_where_many_come_at_once(canary: str) -> None:
     """Under cancels, crashes, loads from the host and, where KV is damaged, heals: by an engine that begins steps
     before it has read the ones before."""

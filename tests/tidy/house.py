@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import atexit
+import gc
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -61,12 +63,18 @@ class Source:
 
 def _read(folder: str) -> tuple[Source, ...]:
     files = sorted((REPO / folder).rglob("*.py"))
-    texts = [(file, file.read_text(encoding="utf-8")) for file in files]
-    trees = [ast.parse(text) for _, text in texts]
-    return tuple(
-        Source(path=file, text=text, tree=tree, nodes=tuple(ast.walk(tree)))
-        for (file, text), tree in zip(texts, trees, strict=True)
-    )
+    gc.disable()  # nothing of it is let go: to look for what is, again and again, took more than half of the time
+    try:
+        texts = [(file, file.read_text(encoding="utf-8")) for file in files]
+        trees = [ast.parse(text) for _, text in texts]
+        return tuple(
+            Source(path=file, text=text, tree=tree, nodes=tuple(ast.walk(tree)))
+            for (file, text), tree in zip(texts, trees, strict=True)
+        )
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # libraries complain of what is not let go then
+        gc.enable()
 
 
 @cache
