@@ -1,4 +1,5 @@
-"""What the canary costs: the 221M model with and without it, decode at batch 16 and a prefill chunk, in one run.
+"""What the canary costs: the 221M model and the shape of Qwen3-0.6B with and without it, decode at batch 16 and a
+prefill chunk, in one run.
 
 Goals, of decode time: `partial` + rotating:16 <= 1 %, `all` + rotating:16, the default, <= 1.5 %, `all` + full
 <= 15 %; digests of pages that arrive >= 15 GB/s. Ceiling of a digest: a plain sum over as many bytes. Every mode has an
@@ -11,7 +12,7 @@ the mean of what the draws found, `spread` its standard error.
 thread: what a step pays whatever its weights are. What attention and stores digest is not in it. 1.5 % of a step of 17
 to 20 ms are 255 to 300 us.
 
-    python benchmarks/canary.py [--rounds 6] [--draws 4] [--threads 2] [--dtype auto] [--checkpoint DIR]
+    python benchmarks/canary.py [--rounds 6] [--draws 4] [--threads 2] [--dtype auto] [--checkpoint DIR] [--larger DIR]
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from model import checkpoint_221m
+from model import checkpoint, checkpoint_221m
 from report import bandwidth, emit
 from torch import Tensor
 
@@ -139,6 +141,48 @@ def prefill_seconds(engines: dict[str, DirectEngine], rounds: int) -> dict[str, 
             best[mode] = min(best[mode], seconds(lambda e=engine, s=seq: e.step([(s, CHUNK)])))  # type: ignore[misc]
             engine.finish(seq)
     return best
+
+
+def costs(path: Path, dtype_name: str, rounds: int, draws: int) -> dict[str, Any]:
+    """What every mode costs one model, by so many engines of each."""
+    kernels, spec = load("cpu"), load_spec(path)
+    dtype = choose_dtype(spec, dtype_name)
+    model = load_model(spec, path, dtype, kernels)
+    found: dict[str, list[float]] = {mode: [] for mode in GOALS}
+    plain: list[float] = []
+    engines: dict[str, DirectEngine] = {}
+    for _ in range(draws):
+        check(engines)
+        engines.clear()
+        engines |= {mode: engine_of(model, kernels, mode, (rounds + 1) * STRIDE) for mode in MODES}
+        decode = decode_seconds(engines, rounds)
+        plain += decode["none"]
+        for mode, shares in found.items():
+            shares.append(overhead(decode[mode], decode["none"]))
+    prefill = prefill_seconds(engines, rounds)
+    end = end_seconds(engines["all_rotating"], rounds)
+    check(engines)
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "decode_step_ms": round(statistics.median(plain) * 1e3, 2),
+        "prefill_chunk_ms": round(prefill["none"] * 1e3, 1),
+        "modes": {
+            mode: {
+                "decode_overhead": round(statistics.fmean(shares), 4),
+                "spread": round(statistics.stdev(shares) / len(shares) ** 0.5, 4),
+                "draws": [round(share, 4) for share in shares],
+                "goal": GOALS[mode],
+                "prefill_overhead": round(prefill[mode] / prefill["none"] - 1, 4),
+            }
+            for mode, shares in found.items()
+        },
+        "end_of_answer": {"tokens": CHUNK, "ms": round(end * 1e3, 2), "of_prefill": round(end / prefill["none"], 4)},
+    }
+
+
+def check(engines: dict[str, DirectEngine]) -> None:
+    """Raises AssertionError: an engine found a violation."""
+    assert not any(engine.violations for engine in engines.values()), "a violation, expected none"
 
 
 class Spent:
@@ -260,39 +304,16 @@ def main() -> None:
     arguments.add_argument("--draws", type=int, default=4, help="times that all engines are made anew, at least 2")
     arguments.add_argument("--threads", type=int, default=2)
     arguments.add_argument("--dtype", default="auto", help="as `serve` takes it; auto = what this CPU computes in")
-    arguments.add_argument("--checkpoint", default="", help="directory to use, or to make")
+    arguments.add_argument("--checkpoint", default="", help="directory of the 221M model, to use or to make")
+    arguments.add_argument("--larger", default="", help="directory for 0.6b, to use or to make; none: it is made anew")
     args = arguments.parse_args()
     kernels = load("cpu")
     path = checkpoint_221m(args.checkpoint)
     fixed = fixed_us(path, args.dtype, args.rounds)
     torch.set_num_threads(args.threads)
-    spec = load_spec(path)
-    dtype = choose_dtype(spec, args.dtype)
-    model = load_model(spec, path, dtype, kernels)
-    found: dict[str, list[float]] = {mode: [] for mode in GOALS}
-    plain: list[float] = []
-    engines: dict[str, DirectEngine] = {}
-    for _ in range(args.draws):
-        assert not any(engine.violations for engine in engines.values()), "a violation, expected none"
-        engines.clear()
-        engines |= {mode: engine_of(model, kernels, mode, (args.rounds + 1) * STRIDE) for mode in MODES}
-        decode = decode_seconds(engines, args.rounds)
-        plain += decode["none"]
-        for mode, draws in found.items():
-            draws.append(overhead(decode[mode], decode["none"]))
-    prefill = prefill_seconds(engines, args.rounds)
-    end = end_seconds(engines["all_rotating"], args.rounds)
-    assert not any(engine.violations for engine in engines.values()), "a violation, expected none"
-    modes = {
-        mode: {
-            "decode_overhead": round(statistics.fmean(draws), 4),
-            "spread": round(statistics.stdev(draws) / len(draws) ** 0.5, 4),
-            "draws": [round(draw, 4) for draw in draws],
-            "goal": GOALS[mode],
-            "prefill_overhead": round(prefill[mode] / prefill["none"] - 1, 4),
-        }
-        for mode, draws in found.items()
-    }
+    with tempfile.TemporaryDirectory() as made:
+        larger = costs(checkpoint("0.6b", Path(args.larger or made)), args.dtype, args.rounds, args.draws)
+    smaller = costs(path, args.dtype, args.rounds, args.draws)
     shapes = {
         f"{lanes}x{layers}": {
             f"threads_{count}": digest_rates(kernels, lanes, layers, count, args.rounds) for count in (1, args.threads)
@@ -301,17 +322,14 @@ def main() -> None:
     }
     emit(
         "canary",
-        dtype=str(dtype).removeprefix("torch."),
         fixed_us=fixed,
         goal_fixed_us=GOAL_FIXED_US,
-        decode_step_ms=round(statistics.median(plain) * 1e3, 2),
-        prefill_chunk_ms=round(prefill["none"] * 1e3, 1),
-        modes=modes,
-        end_of_answer={"tokens": CHUNK, "ms": round(end * 1e3, 2), "of_prefill": round(end / prefill["none"], 4)},
+        **smaller,
+        qwen3_0_6b=larger,
         digest=shapes["1024x12"][f"threads_{args.threads}"],
         shapes=shapes,
         goal_gb_s=GOAL_GB_S,
-        bandwidth_gb_s=round(bandwidth(kernels, dtype) / 1e9, 1),
+        bandwidth_gb_s=round(bandwidth(kernels, getattr(torch, smaller["dtype"])) / 1e9, 1),
     )
 
 

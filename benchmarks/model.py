@@ -1,4 +1,5 @@
-"""The model all engine benchmarks share: Qwen3 shape, 12 layers of 1024, 16/8 heads of 128, vocab 32000; 221M, bf16."""
+"""The model all engine benchmarks share: Qwen3 shape, 12 layers of 1024, 16/8 heads of 128, vocab 32000; 221M, bf16.
+And the shapes of Qwen3's two smallest, with random weights."""
 
 from __future__ import annotations
 
@@ -8,18 +9,32 @@ from typing import Any
 
 from serinus.models.small_checkpoints import make_checkpoint
 
-__all__ = ["checkpoint_221m", "made_elsewhere"]
+__all__ = ["checkpoint", "checkpoint_221m"]
 
 _FOLDER = Path(__file__).parent / "model-221m"
+_QWEN3: dict[str, dict[str, int]] = {
+    "0.6b": {"hidden": 1024, "intermediate": 3072},
+    "1.7b": {"hidden": 2048, "intermediate": 6144},
+}
 
 
 def checkpoint_221m(folder: str | Path = "") -> Path:
     """Its directory; made (442 MB, random weights) where it is not there."""
     sizes = {"hidden": 1024, "intermediate": 3072, "layers": 12, "heads": 16, "kv_heads": 8, "head_size": 128}
-    return made_elsewhere(Path(folder or _FOLDER), **sizes, vocab=32000, context=4096, tied=True, dtype="bfloat16")
+    return _made_elsewhere(Path(folder or _FOLDER), **sizes, vocab=32000, context=4096, tied=True, dtype="bfloat16")
 
 
-def made_elsewhere(path: Path, **shape: Any) -> Path:
+def checkpoint(name: str, folder: Path) -> Path:
+    """One of these shapes below a directory: 221m, or Qwen3's 0.6b or 1.7b; made where it is not there."""
+    if name == "221m":
+        return checkpoint_221m(folder / name)
+    return _made_elsewhere(
+        folder / name, **_QWEN3[name], layers=28, heads=16, kv_heads=8, head_size=128, vocab=151936, context=4096,
+        tied=True, dtype="bfloat16", tokenizer=False,
+    )  # fmt: skip
+
+
+def _made_elsewhere(path: Path, **shape: Any) -> Path:
     """A Qwen3 checkpoint, made where it is not there by a process of its own: transformers, which writes it, and the
     weights in fp32 that it begins with, are no memory of an engine that is measured here."""
     if not (path / "config.json").exists():

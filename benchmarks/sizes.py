@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from job import PROMPT, REQUESTS, floors, serinus_run
-from model import checkpoint_221m, made_elsewhere
+from model import checkpoint
 from report import bandwidth, emit, matmul_rate
 
 from serinus.core.clock import WallClock
@@ -35,21 +35,7 @@ from serinus.kernels import load
 CLOCK = WallClock()
 THREADS = (1, 2, 4, 8)
 OUTPUTS = {"221m": 64, "0.6b": 16, "1.7b": 16}
-SHAPES: dict[str, dict[str, int]] = {
-    "0.6b": {"hidden": 1024, "intermediate": 3072},
-    "1.7b": {"hidden": 2048, "intermediate": 6144},
-}
 SECONDS_MAX = 1200
-
-
-def checkpoint(name: str, folder: Path) -> Path:
-    """Made where it is not there."""
-    if name == "221m":
-        return checkpoint_221m(folder / name)
-    return made_elsewhere(
-        folder / name, **SHAPES[name], layers=28, heads=16, kv_heads=8, head_size=128, vocab=151936, context=4096,
-        tied=True, dtype="bfloat16", tokenizer=False,
-    )  # fmt: skip
 
 
 def measure(name: str, path: Path, threads: int, rounds: int) -> dict[str, float]:
