@@ -27,6 +27,8 @@ from serinus.ranks.tier_parts import pause
 
 CLOCK = WallClock()
 PROMPT, PAGE_BYTES, REMOVED = 10, 512, 8
+ROOT = b"\xff" * 16
+"""What the first page of a prompt continues; an engine takes a hash of the model's name."""
 DATA = np.zeros(PAGE_BYTES, np.uint8)
 
 
@@ -55,7 +57,7 @@ class Folder:
     def store(self, engine: PageFiles) -> None:
         keys = self.keys(self.prompts)
         self.prompts += 1
-        for before, key in zip([bytes(16), *keys], keys, strict=False):
+        for before, key in zip([ROOT, *keys], keys, strict=False):
             engine.save(Part.FULL, key, DATA, before)
 
     def remove(self, engine: PageFiles, what: str) -> None:

@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -238,11 +238,17 @@ class PageFiles:
         Raises OSError: the next removal lists what this one could not."""
         others = self._listings.is_new(f"{self._folder}/{WRITERS}")
         alone = not others and list(self._disk.writers(self._folder)) == [self._writer]
+        doubtful = cache(self._doubtful)
         for folder in (f"{self._folder}/{number:02x}" for number in range(256)):
             if not self._listings.is_new(folder, alone=alone):
                 continue
+            doubted = doubtful().get(folder, ())
+            with self._lock:
+                for name in doubted:
+                    if name in self._index:
+                        self._continues(name, None)
             try:
-                names = self._new_of(self._disk.names(folder))
+                names = [name for name in self._disk.names(folder) if name not in self._index]
                 for name in sorted(filter(_PAGE.fullmatch, names)):
                     with suppress(FileNotFoundError):  # it is gone by now
                         self._note(name, self._disk.byte_count(self._path(name)))
@@ -250,20 +256,15 @@ class PageFiles:
                 self._listings.forget(folder)
                 raise
 
-    def _new_of(self, names: Iterable[str]) -> list[str]:
-        """Names that the index lacks. Of those it has, another process may have removed a file and stored it again:
-        what the first writer did not know of the page before, the second one may have known."""
-        new, doubtful = [], []
+    def _doubtful(self) -> Mapping[str, Sequence[str]]:
+        """Names of the index of which no page before is known, by the folder they are in. Other processes may have
+        removed the file and stored it again: what its first writer did not know, the second one may have known."""
+        found: dict[str, list[str]] = {}
         with self._lock:
-            for name in names:
-                file = self._index.get(name)
-                if file is None:
-                    new.append(name)
-                elif file.before in self._nothing:
-                    doubtful.append(name)
-            for name in doubtful:
-                self._continues(name, None)
-        return new
+            for name in (name for before in self._nothing for name in self._after.get(before, ())):
+                if name in self._index:
+                    found.setdefault(self._folder_of(name), []).append(name)
+        return found
 
     def _look_up(self) -> None:
         """Learn from their headers which pages the files continue of which that is not known yet. Raises OSError: some
@@ -323,7 +324,10 @@ class PageFiles:
         return blake2b(key, digest_size=16, key=self._secret).hexdigest()
 
     def _path(self, name: str) -> str:
-        return f"{self._folder}/{name.lstrip('.')[:2]}/{name}"
+        return f"{self._folder_of(name)}/{name}"
+
+    def _folder_of(self, name: str) -> str:
+        return f"{self._folder}/{name.lstrip('.')[:2]}"
 
     def _note(self, name: str, size: int, before: str | None = None) -> None:
         """It is there, and was used just now."""
@@ -386,7 +390,7 @@ class PageFiles:
 
     def _list_again(self, name: str) -> None:
         """The folder of a file, by the next removal."""
-        self._listings.forget(self._path(name).rpartition("/")[0])
+        self._listings.forget(self._folder_of(name))
 
     def _throw_away(self, name: str, why: str) -> None:
         """A file that has our name and is no page of ours: remove it, so that the page can be stored again."""
