@@ -16,6 +16,7 @@ from serinus.kernels import Reason
 from serinus.pd import Backend, LocalBackend, ShmBackend, TcpBackend
 from serinus.selftest import CANARY_SHAPES, CanaryPDFixture, make_canary_toy
 from serinus.testing.oracle import toy_continue
+from tests.cells import diagonal
 
 CASES = [("full", Part.FULL), ("swa", Part.SWA), ("both", Part.FULL), ("both", Part.SWA), ("latent", Part.LATENT)]
 """(model, the part that is damaged)."""
@@ -317,8 +318,7 @@ def test_bytes_damaged_in_the_host_tier_are_reported_when_they_come_back(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", CANARY_SHAPES)
-@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize(("shape", "policy"), diagonal(CANARY_SHAPES, ["write_through", "write_back"]))
 def test_aborts_eviction_write_back_and_reload_are_clean_on_both_sides(
     toys: dict[str, Path], shape: str, policy: str
 ) -> None:
@@ -351,7 +351,10 @@ def test_aborts_eviction_write_back_and_reload_are_clean_on_both_sides(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", CANARY_SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    ["both", "latent", pytest.param("full", marks=pytest.mark.proof), pytest.param("swa", marks=pytest.mark.proof)],
+)
 def test_requests_that_must_give_way_and_come_again_are_clean(toys: dict[str, Path], shape: str) -> None:
     pair = CanaryPDFixture(
         toys[shape], kv_canary_sweep_interval=7, kv_canary_coverage="rotating:4",
