@@ -372,11 +372,11 @@ def test_requests_that_must_give_way_and_come_again_are_clean(toys: dict[str, Pa
 BACKENDS: dict[str, Callable[[], Backend]] = {"local": LocalBackend, "shm": ShmBackend, "tcp": TcpBackend}
 
 
-@pytest.mark.parametrize(("shape", "sizes"), [("full", (4, 8)), ("both", (8, 4)), ("swa", (8, 4))])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("case", "backend"), diagonal([("full", (4, 8)), ("both", (8, 4)), ("swa", (8, 4))], BACKENDS))
 def test_stamps_hold_where_pages_of_another_size_are_cut_anew_and_damage_in_flight_shows(
-    toys: dict[str, Path], shape: str, sizes: tuple[int, int], backend: str
+    toys: dict[str, Path], case: tuple[str, tuple[int, int]], backend: str
 ) -> None:
+    shape, sizes = case
     part = Part.SWA if shape == "swa" else Part.FULL
     pair = CanaryPDFixture(
         toys[shape], perturb_prefill="transfer_bytes=1.0", target=part, armed=False, backend=BACKENDS[backend](),
