@@ -15,13 +15,14 @@ whole, so that every mesh writes the same words and gives the same tokens. The s
 the ranks of a stage, all lanes at once; between stages go the chain words and the sums.
 
 Shapes: T = tokens, B = sequences, C = tokens of all sequences together that one part reads, S = slots,
-J = 64-bit words of a row.
+J = 64-bit words of a row, L = lanes: halves of layers here, those of one part alone where they are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -124,8 +125,10 @@ class ToyModel:
         chain_T = sums_T = torch.zeros_like(batch.tokens_T)
         if inflow is not None:
             chain_T, sums_T = inflow.unbind(1)
-        read: list[torch.Tensor] = []
-        lanes: list[tuple[int, int]] = []
+        numbers = [range(2 * at, 2 * at + len(halves)) for at, halves in enumerate(kv, self.shard.layers.start)]
+        lanes: dict[Part, list[int]] = {}
+        read: dict[Part, list[torch.Tensor]] = {}
+        values: Iterator[torch.Tensor] = iter(())
         for layer, halves in enumerate(kv):
             hook.before_layer(layer)
             part = parts[layer]
@@ -134,20 +137,23 @@ class ToyModel:
             reach = reaches[part]
             read_2CJ = [_words(lane, reach.slots_C) for lane in halves]
             self._digest(hook.reads(layer, batch.attention), batch, tables[part], reach, halves, read_2CJ)
-            if layer == 0 and inflow is None:
-                chain_T = self._continue(batch, read_2CJ[0], reach)
-            lanes += [(layer, 2 * (self.shard.layers.start + layer) + half) for half in range(len(halves))]
-            values_2TJ = [self._values(chain_T, lane) for _, lane in lanes[-len(halves) :]]
+            if layer == 0:
+                if inflow is None:
+                    chain_T = self._continue(batch, read_2CJ[0], reach)
+                values = iter(self._values(chain_T, list(chain(*numbers))))
+            values_2TJ = [next(values) for _ in halves]
             written = hook.writes(layer)
             if written is not None:
                 digest_values(written, *values_2TJ)
             for values_TJ, pool, read_CJ in zip(values_2TJ, halves, read_2CJ, strict=True):
                 put_rows(pool, batch.slots_of(part), values_TJ.view(pool.dtype).view(-1, *pool.shape[-2:]))
                 read_CJ[reach.last_T] = _words(pool, reach.slots_C[reach.last_T])
-                read.append(self._read(read_CJ))
+            read.setdefault(part, []).extend(read_2CJ)
+            lanes.setdefault(part, []).extend(numbers[layer])
         hook.after(batch)
-        for (layer, lane), row_C in zip(lanes, self._total(read), strict=True):
-            sums_T = sums_T + self._sum(reaches[parts[layer]], row_C, lane)
+        rows = self._total([self._read(torch.stack(each)) for each in read.values()])
+        for (part, lanes_L), rows_LC in zip(lanes.items(), rows, strict=True):
+            sums_T = sums_T + self._sum(reaches[part], rows_LC, lanes_L)
         if not self.shard.is_last:
             return torch.stack((chain_T, sums_T), dim=1)
         return (sums_T if batch.wanted_W is None else sums_T.index_select(0, batch.wanted_W))[:, None]
@@ -229,27 +235,31 @@ class ToyModel:
             if count:
                 rows.add(b, first, *(seen_CHD[begin : begin + count] for seen_CHD in seen_2CHD))
 
-    def _values(self, chain_T: torch.Tensor, lane: int) -> torch.Tensor:
-        """The rows of one lane of the step's tokens."""
-        words_J = self._words_J(chain_T.device)
-        values_TJ = splitmix(chain_T[:, None] + (lane * self._row_words + words_J + 1) * _B)
-        if lane == 0 and not self._words.start:
-            values_TJ[:, 0] = chain_T
-        return values_TJ
+    def _values(self, chain_T: torch.Tensor, lanes: Sequence[int]) -> torch.Tensor:
+        """The rows of these lanes of the step's tokens, [L, T, J]."""
+        lanes_L = torch.tensor(lanes, device=chain_T.device)
+        numbers_LJ = lanes_L[:, None] * self._row_words + self._words_J(chain_T.device) + 1
+        values_LTJ = splitmix(chain_T[:, None] + (numbers_LJ * _B)[:, None])
+        if lanes[0] == 0 and not self._words.start:
+            values_LTJ[0, :, 0] = chain_T
+        return values_LTJ
 
-    def _read(self, read_CJ: torch.Tensor) -> torch.Tensor:
-        """What this rank makes of each row of one lane, [C]."""
-        return splitmix(read_CJ + (self._words_J(read_CJ.device) + 1) * _B)[:, self._own].sum(1)
+    def _read(self, read_LCJ: torch.Tensor) -> torch.Tensor:
+        """What this rank makes of each row of these lanes, [L, C]."""
+        return splitmix(read_LCJ + (self._words_J(read_LCJ.device) + 1) * _B)[..., self._own].sum(2)
 
-    def _total(self, read: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _total(self, read: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same of all ranks of the stage."""
         if self.shard.tp == 1:
             return read
-        return torch.split_with_sizes(self._comm.all_reduce(torch.cat(read)), [len(row_C) for row_C in read])
+        sums = self._comm.all_reduce(torch.cat([rows_LC.flatten() for rows_LC in read]))
+        found = torch.split_with_sizes(sums, [rows_LC.numel() for rows_LC in read])
+        return [each.view_as(rows_LC) for each, rows_LC in zip(found, read, strict=True)]
 
-    def _sum(self, reach: _Reach, row_C: torch.Tensor, lane: int) -> torch.Tensor:
-        """What each token makes of one lane of its positions, [T]."""
-        sums_C = splitmix(row_C + reach.position_C * _A + _wrap(lane * _C)).cumsum(0)
+    def _sum(self, reach: _Reach, rows_LC: torch.Tensor, lanes: Sequence[int]) -> torch.Tensor:
+        """What each token makes of these lanes of its positions, [T]."""
+        keys_L = torch.tensor([_wrap(lane * _C) for lane in lanes], device=rows_LC.device)
+        sums_C = splitmix(rows_LC + reach.position_C * _A + keys_L[:, None]).sum(0).cumsum(0)
         before_T = torch.where(reach.before_T < 0, 0, sums_C[reach.before_T.clamp_min(0)])
         return sums_C[reach.last_T] - before_T
 

@@ -15,6 +15,7 @@ from serinus.core.rng import Rng
 from serinus.pool import DevicePool
 from serinus.selftest import make_canary_toy
 from serinus.testing.oracle import toy_continue
+from tests.cells import diagonal
 
 from .adversary_worlds import Tiered
 
@@ -59,8 +60,7 @@ def answers(world: Tiered, prompts: list[list[int]]) -> None:
         assert world.tokens(rid) == toy_continue(world.spec, prompt, ANSWER), f"{rid} ended {world.finish(rid)}"
 
 
-@pytest.mark.parametrize("coverage", ["full", "rotating:4"])
-@pytest.mark.parametrize("shape", ["full", "both", "latent"])
+@pytest.mark.parametrize(("shape", "coverage"), diagonal(["full", "both", "latent"], ["full", "rotating:4"]))
 def test_a_mover_that_damages_all_it_loads_costs_no_answer(
     world: Callable[[str, str], Tiered], shape: str, coverage: str
 ) -> None:

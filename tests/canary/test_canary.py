@@ -18,6 +18,7 @@ from serinus.core.parts import PageSpan, Part
 from serinus.core.rng import Rng
 from serinus.kernels import Reason, StampLane
 from serinus.testing.direct import DirectEngine, DirectSeq
+from tests.cells import diagonal
 
 from .watched import PAGE, SHAPES, decode, started, sweep, watched
 
@@ -46,9 +47,9 @@ def found(violations: list[Violation]) -> set[tuple[str, str, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "settings", [{}, {"stride": 4}, {"real_data": "partial"}, {"real_data": "none"}, {"entries_max": 8}]
+    ("shape", "settings"),
+    diagonal(SHAPES, [{}, {"stride": 4}, {"real_data": "partial"}, {"real_data": "none"}, {"entries_max": 8}]),
 )
 def test_a_sound_engine_is_never_accused(tmp_path: Path, shape: str, settings: dict[str, object]) -> None:
     engine = watched(tmp_path, shape, **settings)

@@ -16,6 +16,7 @@ from serinus.kernels import Reason
 from serinus.pd import Backend, LocalBackend, ShmBackend, TcpBackend
 from serinus.selftest import CANARY_SHAPES, CanaryPDFixture, make_canary_toy
 from serinus.testing.oracle import toy_continue
+from tests.cells import diagonal
 
 CASES = [("full", Part.FULL), ("swa", Part.SWA), ("both", Part.FULL), ("both", Part.SWA), ("latent", Part.LATENT)]
 """(model, the part that is damaged)."""
@@ -317,8 +318,7 @@ def test_bytes_damaged_in_the_host_tier_are_reported_when_they_come_back(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", CANARY_SHAPES)
-@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize(("shape", "policy"), diagonal(CANARY_SHAPES, ["write_through", "write_back"]))
 def test_aborts_eviction_write_back_and_reload_are_clean_on_both_sides(
     toys: dict[str, Path], shape: str, policy: str
 ) -> None:
@@ -351,7 +351,10 @@ def test_aborts_eviction_write_back_and_reload_are_clean_on_both_sides(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", CANARY_SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    ["both", "latent", pytest.param("full", marks=pytest.mark.proof), pytest.param("swa", marks=pytest.mark.proof)],
+)
 def test_requests_that_must_give_way_and_come_again_are_clean(toys: dict[str, Path], shape: str) -> None:
     pair = CanaryPDFixture(
         toys[shape], kv_canary_sweep_interval=7, kv_canary_coverage="rotating:4",
@@ -369,11 +372,11 @@ def test_requests_that_must_give_way_and_come_again_are_clean(toys: dict[str, Pa
 BACKENDS: dict[str, Callable[[], Backend]] = {"local": LocalBackend, "shm": ShmBackend, "tcp": TcpBackend}
 
 
-@pytest.mark.parametrize(("shape", "sizes"), [("full", (4, 8)), ("both", (8, 4)), ("swa", (8, 4))])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("case", "backend"), diagonal([("full", (4, 8)), ("both", (8, 4)), ("swa", (8, 4))], BACKENDS))
 def test_stamps_hold_where_pages_of_another_size_are_cut_anew_and_damage_in_flight_shows(
-    toys: dict[str, Path], shape: str, sizes: tuple[int, int], backend: str
+    toys: dict[str, Path], case: tuple[str, tuple[int, int]], backend: str
 ) -> None:
+    shape, sizes = case
     part = Part.SWA if shape == "swa" else Part.FULL
     pair = CanaryPDFixture(
         toys[shape], perturb_prefill="transfer_bytes=1.0", target=part, armed=False, backend=BACKENDS[backend](),

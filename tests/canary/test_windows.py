@@ -17,7 +17,7 @@ PAGE, WINDOW, STRIDE, TOKENS, LENGTH = 4, 9, 16, 24, 22
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["swa", "both"])
+@pytest.mark.parametrize("shape", ["swa", pytest.param("both", marks=pytest.mark.proof)])
 def test_a_page_of_the_same_positions_of_another_prompt_is_found_whenever_it_comes(tmp_path: Path, shape: str) -> None:
     """Stamps and all: it agrees with itself, position by position, and only the slot behind it tells that it is
     another prompt's. Steps of a whole rotation, each page that the window reads then, one request each."""

@@ -247,14 +247,23 @@ def test_a_server_that_is_to_end_at_once_leaves_no_directory_behind(toy: Path, t
 
 
 @pytest.mark.slow
-def test_up_starts_a_dead_engine_again_and_takes_all_down_with_it(toy: Path) -> None:
-    with Server("up", str(toy), *SMALL, "--prefill", "1", "--decode", "1", host="::1") as server:
+@pytest.mark.parametrize(
+    ("prefill", "first", "shown"),
+    [
+        ("0", "unified-0", r"http://127.0.0.1:\d+ "),
+        pytest.param("1", "prefill-0", r"http://127.0.0.1:\d+ .* tcp://127.0.0.1:\d+ ", marks=pytest.mark.proof),
+    ],
+)
+def test_up_starts_a_dead_engine_again_and_takes_all_down_with_it(
+    toy: Path, prefill: str, first: str, shown: str
+) -> None:
+    with Server("up", str(toy), *SMALL, "--prefill", prefill, "--decode", "1", host="::1") as server:
         assert server.url.startswith("http://[::1]:")
-        assert re.search(r"prefill-0 .* http://127.0.0.1:\d+ .* tcp://127.0.0.1:\d+ ", server.output)
+        assert re.search(rf"{first} .* {shown}", server.output)
         engine = child_pid(server, "serinus.engine.process")
         os.kill(engine, signal.SIGKILL)
         server.wait_line(r"\d-\d\d .* ended with exit code 1, restart in 0.5 s")
-        server.wait_line(r"prefill-0 is back after")
+        server.wait_line(rf"{first} is back after")
         assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
         left = [child_pid(server, "--child"), child_pid(server, "serinus.engine.process")]
         os.kill(server.process.pid, signal.SIGKILL)

@@ -41,10 +41,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return toy(tmp_path_factory.mktemp("toy"))
 
 
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.proof)], ids=["1 slice", "2 slices"])
+def slices(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def grid(checkpoint: Path) -> Iterator[Server]:
-    """Two stages of two slices each; a rank that is stopped for a while is not missed."""
-    words = ("--tp-size", "2", "--pp-size", "2", "--rank-timeout", "60")
+def grid(checkpoint: Path, slices: int) -> Iterator[Server]:
+    """Two stages of so many slices each; a rank that is stopped for a while is not missed."""
+    words = ("--tp-size", str(slices), "--pp-size", "2", "--rank-timeout", "60")
     with Server("serve", str(checkpoint), *words, *SMALL) as server:
         yield server
 
@@ -78,10 +83,10 @@ def test_a_rank_without_memory_for_a_step_fails_its_requests_and_no_rank_ends(
         idle(server.url)
 
 
-def test_every_rank_is_shown_with_its_place_its_queues_and_its_time(grid: Server) -> None:
+def test_every_rank_is_shown_with_its_place_its_queues_and_its_time(grid: Server, slices: int) -> None:
     ranks = ranks_of(grid.url)
-    assert list(ranks) == ["TP0 PP0", "TP1 PP0", "TP0 PP1", "TP1 PP1"]
-    assert len({rank["pid"] for rank in ranks.values()}) == 4
+    assert list(ranks) == [f"TP{tp} PP{pp}" for pp in range(2) for tp in range(slices)]
+    assert len({rank["pid"] for rank in ranks.values()}) == 2 * slices
     generate_all(grid.url, [(prompt, 4) for prompt in prompts(4, seed=2)])
     for rank in ranks.values():
         where = {"rank": rank["name"], "tp_rank": str(rank["tp_rank"]), "pp_rank": str(rank["pp_rank"])}
@@ -101,16 +106,16 @@ def test_a_storm_of_aborts_leaves_nothing_behind_on_any_rank(grid: Server, check
     idle(grid.url)
 
 
-def test_a_killed_rank_ends_the_engine_in_words_and_its_client_hears_them(grid: Server) -> None:
-    pids = [rank["pid"] for rank in ranks_of(grid.url).values()]
+def test_a_killed_rank_ends_the_engine_in_words_and_its_client_hears_them(grid: Server, slices: int) -> None:
+    last, pids = f"TP{slices - 1} PP1", [rank["pid"] for rank in ranks_of(grid.url).values()]
     with ThreadPoolExecutor(1) as pool:
-        signal_rank(grid.url, "TP1 PP1", signal.SIGSTOP)  # so that the request is there when it dies
+        signal_rank(grid.url, last, signal.SIGSTOP)  # so that the request is there when it dies
         (answer,) = ask_all(pool, grid.url, [[1, 2, 3]], 400)
         until(lambda: has_open(grid.url, 1), "the request is there")
-        signal_rank(grid.url, "TP1 PP1", signal.SIGKILL)
+        signal_rank(grid.url, last, signal.SIGKILL)
         assert ended(grid) == 3
         assert answer.result().status_code in (500, 503)
-        assert "rank TP1 PP1" in answer.result().json()["error"]["message"]
+        assert f"rank {last}" in answer.result().json()["error"]["message"]
     assert "died of SIGKILL" in grid.wait_line("the engine unified-0 ended with exit code 3")
     all_gone(pids)
 

@@ -1,8 +1,8 @@
 """Which kernels an engine on a GPU would compile, on a machine without one.
 
-python -m tests.engine.kernel_variants FAMILY SETTINGS
+python -m tests.engine.kernel_variants FOLDER SETTINGS
 
-An engine of this family's small checkpoint runs with the Triton column. No kernel is compiled or started: Triton tells
+An engine of this small checkpoint runs with the Triton column. No kernel is compiled or started: Triton tells
 of each launch under which key it would look for the compiled kernel, which names the kernel, its constants, and what it
 is specialised for (dtypes, numbers that are 1 or multiples of 16, aligned addresses). Prints, as JSON, how many keys a
 start touches, and the launches of requests behind it whose keys are others. Tokens mean nothing: all are one.
@@ -14,9 +14,7 @@ import json
 import random
 import re
 import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +30,6 @@ from serinus.core.grammar import Grammar
 from serinus.core.request import FinishReason, Request
 from serinus.engine.messages import FrontMessage
 from serinus.kernels import load
-from serinus.models.small_checkpoints import make_checkpoint
 from serinus.pool import PoolSpec
 from serinus.ranks.build import graph_sizes
 from serinus.runner import Runner
@@ -40,18 +37,6 @@ from tests.kernels.triton_cases import pretend_gpu
 
 CHUNK = 4096
 TOKEN = 40
-VOCAB = 1 << 16
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3": {},
-    "llama": {},
-    "qwen2": {},
-    "gemma2": {"sliding_window": 600},
-    "gemma3_text": {"sliding_window": 600, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
-    "qwen3_moe": {"moe_intermediate_size": 256},
-    "gpt_oss": {"sliding_window": 128, "intermediate": 256},
-    "deepseek_v3": {"kv_lora_rank": 128, "qk_rope_head_dim": 64, "moe_intermediate_size": 256},
-}
-"""Of families, the settings that are not those of all."""
 
 
 class Keys:
@@ -124,7 +109,9 @@ def histories(rng: random.Random) -> list[tuple[int, Come]]:
 def drive(llm: LLM, seed: int) -> int:
     """Requests, most of which begin as another one begins; each turn is a step. Returns how many were answered."""
     rng, number, ended = random.Random(seed), 0, 0
-    texts = [np.array([rng.randrange(VOCAB) for _ in range(CHUNK * 3)], np.int32) for _ in range(3)]
+    texts = [
+        np.array([rng.randrange(llm._built.spec.vocab_size) for _ in range(CHUNK * 3)], np.int32) for _ in range(3)
+    ]
 
     def turn(come: list[Request]) -> int:
         output = llm._turn([FrontMessage(front="f", message=each) for each in come])
@@ -146,25 +133,20 @@ def drive(llm: LLM, seed: int) -> int:
     return number
 
 
-def main(family: str, settings: dict[str, Any]) -> dict[str, Any]:
+def main(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
     keys = Keys()
     pretend(keys)
-    with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(
-            Path(folder), family, hidden=512, layers=3, heads=16, kv_heads=8, head_size=64, vocab=VOCAB,
-            context=16384, dtype="bfloat16", **{"intermediate": 1536, **SHAPES[family]},
-        )  # fmt: skip
-        with LLM(
-            folder, dtype="bfloat16", load_format="dummy", max_total_tokens=60_000, chunked_prefill_size=CHUNK,
-            page_size=16, **{"max_running_requests": 64, **settings},
-        ) as llm:  # fmt: skip
-            runner = llm._built.line.body._runner._runner
-            assert isinstance(runner, Runner)
-            if not llm.config.kernels.disable_cuda_graph:
-                runner.record(graph_sizes(llm.config))
-            runner.rehearse(graph_sizes(llm.config) if llm.config.kernels.disable_cuda_graph else ())
-            started, launches = dict(keys.seen), keys.launches
-            requests = drive(llm, 0)
+    with LLM(
+        folder, dtype="bfloat16", load_format="dummy", max_total_tokens=60_000, chunked_prefill_size=CHUNK,
+        page_size=16, **{"max_running_requests": 64, **settings},
+    ) as llm:  # fmt: skip
+        runner = llm._built.line.body._runner._runner
+        assert isinstance(runner, Runner)
+        if not llm.config.kernels.disable_cuda_graph:
+            runner.record(graph_sizes(llm.config))
+        runner.rehearse(graph_sizes(llm.config) if llm.config.kernels.disable_cuda_graph else ())
+        started, launches = dict(keys.seen), keys.launches
+        requests = drive(llm, 0)
     later = sorted(words for key, words in keys.seen.items() if key not in started)
     return {"started": len(started), "requests": requests, "launches": keys.launches - launches, "later": later}
 

@@ -19,6 +19,7 @@ from serinus.engine import build_engine
 from serinus.models.small_checkpoints import make_toy
 from serinus.selftest import EngineDriver
 from serinus.testing.oracle import toy_continue
+from tests.cells import diagonal
 
 KINDS: dict[str, dict[str, Any]] = {
     "full": {}, "mixed": {"window": 6, "layer_types": "SFS"}, "sliding": {"window": 9},
@@ -66,8 +67,7 @@ class Watched(EngineDriver):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize(("kind", "policy"), diagonal(KINDS, ["write_through", "write_back"]))
 def test_eviction_tiers_and_retraction_are_no_violations(toys: dict[str, Path], kind: str, policy: str) -> None:
     engine = Watched(toys[kind], **TIERED, hicache_write_policy=policy)
     for turn in range(12):
@@ -179,8 +179,10 @@ def test_a_canary_that_cannot_be_is_refused_at_start(toys: dict[str, Path]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["req_to_token", "real_kv_used", "real_kv_unused_cache", "real_kv_post_forward"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    diagonal(KINDS, ["req_to_token", "real_kv_used", "real_kv_unused_cache", "real_kv_post_forward"]),
+)
 def test_faults_planted_by_the_settings_are_found_by_the_engine(toys: dict[str, Path], kind: str, name: str) -> None:
     target = {"kv_canary_perturb_target": kind if kind in ("full", "latent") else "swa"}
     engine = Watched(toys[kind], kv_canary_perturb=f"{name}=0.2", kv_canary_perturb_warmup_steps=5, **target)

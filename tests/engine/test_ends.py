@@ -14,6 +14,7 @@ from serinus.core.request import FinishReason, Request
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.testing.oracle import toy_continue
+from tests.cells import diagonal
 from tests.engine.test_canary import KINDS, SHARED, Watched, toys
 
 __all__ = ["toys"]
@@ -57,8 +58,7 @@ def checks(engine: Watched, monkeypatch: pytest.MonkeyPatch) -> list[CheckRows]:
     return said
 
 
-@pytest.mark.parametrize("end", ["length", "stop token"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "end"), diagonal(KINDS, ["length", "stop token"]))
 def test_no_answer_that_ends_is_wrong_however_late_it_was_damaged(toys: dict[str, Path], kind: str, end: str) -> None:
     engine, rng = Watched(toys[kind], **ROTATING), Rng(3)
     stops: dict[str, Any] = {} if end == "length" else {"stop_token_ids": STOPS, "min_new_tokens": 12}

@@ -16,6 +16,7 @@ from serinus.core.stamps import chain_hashes
 from serinus.kernels import Kernels, load
 from serinus.selftest.mutants import WEAKNESSES
 from serinus.testing.oracle import toy_continue
+from tests.cells import diagonal
 from tests.engine.test_canary import KINDS, SHARED, Watched, toys
 
 __all__ = ["toys"]
@@ -46,8 +47,7 @@ def heals(engine: Watched, result: str) -> float:
     return engine.built.metrics.get("kv_canary_heals", result)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("coverage", ["full", "rotating:4"])
+@pytest.mark.parametrize(("kind", "coverage"), diagonal(KINDS, ["full", "rotating:4"]))
 def test_a_damaged_request_gets_the_right_answer_and_its_neighbour_notices_nothing(
     toys: dict[str, Path], kind: str, coverage: str
 ) -> None:
@@ -174,8 +174,7 @@ def receipt(engine: Watched, rid: str) -> KvIntegrity:
     return usage.kv_integrity
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("coverage", ["full", "rotating:4"])
+@pytest.mark.parametrize(("kind", "coverage"), diagonal(KINDS, ["full", "rotating:4"]))
 def test_receipts_tell_all_that_was_checked_and_nothing_else(toys: dict[str, Path], kind: str, coverage: str) -> None:
     engine = Watched(toys[kind], kv_canary="heal", kv_canary_coverage=coverage, kv_canary_sweep_interval=0)
     prompts = {"one": [*SHARED[0], 201], "two": [*SHARED[0], 202], "three": SHARED[1][:7]}

@@ -8,16 +8,34 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from serinus.models.small_checkpoints import make_checkpoint
+
 ROTATING = {"kv_canary": "raise", "kv_canary_coverage": "rotating:3"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": {},
+    "qwen2": {},
+    "gemma2": {"sliding_window": 600},
+    "gemma3_text": {"sliding_window": 600, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    "qwen3_moe": {"moe_intermediate_size": 256},
+    "gpt_oss": {"sliding_window": 128, "intermediate": 256},
+    "deepseek_v3": {"kv_lora_rank": 128, "qk_rope_head_dim": 64, "moe_intermediate_size": 256},
+}
+"""Of families, the settings that are not those of all."""
 
 
-def told(family: str, settings: dict[str, Any]) -> dict[str, Any]:
+def told(folder: Path, family: str, settings: dict[str, Any]) -> dict[str, Any]:
     """What such an engine compiles, in a process of its own: much of it is put in the place of what a GPU does."""
-    words = [sys.executable, "-m", "tests.engine.kernel_variants", family, json.dumps(settings)]
+    make_checkpoint(
+        folder, family, hidden=512, layers=3, heads=16, kv_heads=8, head_size=64, vocab=1 << 16, context=16384,
+        dtype="bfloat16", **{"intermediate": 1536, **SHAPES[family]},
+    )  # fmt: skip
+    words = [sys.executable, "-m", "tests.engine.kernel_variants", str(folder), json.dumps(settings)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -25,8 +43,8 @@ def told(family: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_start_compiles_what_requests_of_any_kind_need() -> None:
-    found = told("qwen3", ROTATING)
+def test_a_start_compiles_what_requests_of_any_kind_need(tmp_path: Path) -> None:
+    found = told(tmp_path, "qwen3", ROTATING)
     assert found["later"] == []
     assert found["launches"] > 2000
     assert found["started"] <= 64, "each takes a start a second where none is compiled"
@@ -49,8 +67,8 @@ def test_a_start_compiles_what_requests_of_any_kind_need() -> None:
         ("deepseek_v3", ROTATING),
     ],
 )
-def test_whatever_the_model_and_the_settings_are(family: str, settings: dict[str, Any]) -> None:
-    found = told(family, settings)
+def test_whatever_the_model_and_the_settings_are(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
+    found = told(tmp_path, family, settings)
     assert found["later"] == []
     assert found["launches"] > 1000
     assert found["started"] <= 80

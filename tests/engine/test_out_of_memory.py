@@ -176,8 +176,17 @@ def test_requests_of_a_queued_pass_fail_alone_where_no_memory_is_left_to_choose_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("canary", [{"kv_canary": "none"}, {"kv_canary": "raise"}])
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "pp", "canary"),
+    [
+        (2, 1, {"kv_canary": "none"}),
+        (1, 3, {"kv_canary": "raise"}),
+        pytest.param(2, 1, {"kv_canary": "raise"}, marks=pytest.mark.proof),
+        pytest.param(1, 3, {"kv_canary": "none"}, marks=pytest.mark.proof),
+        pytest.param(2, 2, {"kv_canary": "none"}, marks=pytest.mark.proof),
+        pytest.param(2, 2, {"kv_canary": "raise"}, marks=pytest.mark.proof),
+    ],
+)
 def test_whichever_rank_has_no_memory_the_ranks_leave_the_step_together(
     toy: Path, tp: int, pp: int, canary: dict[str, str]
 ) -> None:

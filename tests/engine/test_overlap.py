@@ -143,7 +143,18 @@ def assert_same(found: Answers, expected: Answers, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("canary", list(CANARIES))
+@pytest.mark.parametrize(
+    ("toy", "canary"),
+    [
+        ("full", "none"),
+        ("sliding", "full"),
+        ("sliding", "rotating"),
+        pytest.param("full", "full", marks=pytest.mark.proof),
+        pytest.param("full", "rotating", marks=pytest.mark.proof),
+        pytest.param("sliding", "none", marks=pytest.mark.proof),
+    ],
+    indirect=["toy"],
+)
 def test_answers_are_those_of_an_engine_that_waits(serve: Any, waited: Any, canary: str) -> None:
     """Under stops, aborts and shared prefixes; requests come in the midst of others."""
     for seed in range(2):
@@ -203,9 +214,9 @@ def test_a_plan_that_takes_what_was_not_queued_is_an_error(serve: Any, takes: in
 @pytest.mark.parametrize(
     ("toy", "canary"),
     [
-        ("full", "none"),
-        ("full", "full"),
         ("sliding", "rotating"),
+        pytest.param("full", "none", marks=pytest.mark.proof),
+        pytest.param("full", "full", marks=pytest.mark.proof),
         pytest.param("full", "rotating", marks=pytest.mark.proof),
         pytest.param("sliding", "none", marks=pytest.mark.proof),
         pytest.param("sliding", "full", marks=pytest.mark.proof),
@@ -224,6 +235,7 @@ def test_two_slices_that_overlap_answer_as_one_rank_that_waits(serve: Any, waite
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("toy", ["full", pytest.param("sliding", marks=pytest.mark.proof)], indirect=True)
 def test_a_fault_of_one_slice_is_healed_where_slices_overlap(serve: Any) -> None:
     """No slice has a pass ahead where one of them has faults: all queue the same passes."""
     faults = {
@@ -239,6 +251,7 @@ def test_a_fault_of_one_slice_is_healed_where_slices_overlap(serve: Any) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("toy", ["sliding", pytest.param("full", marks=pytest.mark.proof)], indirect=True)
 def test_receipts_have_what_is_due_where_pages_have_their_turn_together(serve: Any, monkeypatch: Any) -> None:
     """Attention reads 64 positions at a time: `run` holds each receipt against what was verified."""
     for name in ("serinus.canary.lanes.turn_size", "serinus.engine.planning.turn_size"):

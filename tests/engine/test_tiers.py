@@ -21,6 +21,7 @@ from serinus.models.small_checkpoints import make_checkpoint, make_toy
 from serinus.selftest import EngineDriver
 from serinus.testing.builders import make_request
 from serinus.testing.oracle import toy_continue
+from tests.cells import diagonal
 
 SHARED = [list(range(first, first + 41)) for first in (20, 70, 120)]
 """Prefixes that several prompts share."""
@@ -55,8 +56,10 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_toy(home / name, tokenizer=False, **kind) for name, kind in kinds.items()}
 
 
-@pytest.mark.parametrize("kind", ["full", "mixed", "sliding", "latent"])
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    diagonal(["full", "mixed", "sliding", "latent"], ["write_through", "write_through_selective", "write_back"]),
+)
 def test_answers_are_right_whatever_went_to_the_host_and_came_back(
     toys: dict[str, Path], kind: str, policy: str
 ) -> None:
@@ -121,7 +124,15 @@ def test_a_second_engine_finds_what_the_first_one_stored(toys: dict[str, Path], 
         pytest.param("write_through_selective", marks=pytest.mark.proof),
     ],
 )
-@pytest.mark.parametrize("kind", ["full", "mixed", "sliding", "latent"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mixed",
+        "latent",
+        pytest.param("full", marks=pytest.mark.proof),
+        pytest.param("sliding", marks=pytest.mark.proof),
+    ],
+)
 def test_prompts_on_tiny_pools_never_see_a_byte_of_another_prefix(
     toys: dict[str, Path], kind: str, policy: str, tmp_path: Path
 ) -> None:

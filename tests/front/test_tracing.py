@@ -131,7 +131,10 @@ def test_without_an_endpoint_there_is_no_tracing() -> None:
     assert Router(RouterSettings(decode_urls=("http://127.0.0.1:1",)), WallClock()).tracing is None
 
 
-@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1/v1/traces", "http://127.0.0.1:1", "grpc://127.0.0.1:1"])
+@pytest.mark.parametrize(
+    "endpoint",
+    ["http://127.0.0.1:1", "grpc://127.0.0.1:1", pytest.param("http://127.0.0.1:1/v1/traces", marks=pytest.mark.proof)],
+)
 def test_an_endpoint_that_does_not_answer_delays_the_end_by_little(endpoint: str) -> None:
     clock = WallClock()
     made = make_tracing(endpoint, role="decode", name="d", clock=clock)

@@ -58,7 +58,7 @@ class Peers:
             peer.close()
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("tcp", marks=pytest.mark.proof)])
 def test_prompts_land_from_another_process(peers: Peers, spawn: Spawn, backend: str) -> None:
     _, address = spawn("prefill", backend, "tcp://127.0.0.1:0", "all")
     decode = peers.decode(backend)
@@ -70,7 +70,7 @@ def test_prompts_land_from_another_process(peers: Peers, spawn: Spawn, backend: 
     assert peer.backend == backend
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", ["tcp", pytest.param("shm", marks=pytest.mark.proof)])
 def test_a_killed_prefill_engine_is_a_recompute_as_soon_as_its_connection_ends_and_welcome_again(
     peers: Peers, spawn: Spawn, backend: str
 ) -> None:
@@ -93,7 +93,7 @@ def test_a_killed_prefill_engine_is_a_recompute_as_soon_as_its_connection_ends_a
     assert isinstance(decode.results[-1], Landed)
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("tcp", marks=pytest.mark.proof)])
 def test_a_killed_decode_engine_frees_everything_on_prefill(peers: Peers, spawn: Spawn, backend: str) -> None:
     prefill = peers.prefill(backend, everything=False)
     child, _ = spawn("decode", backend, prefill.address)

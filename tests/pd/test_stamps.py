@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -35,6 +36,12 @@ def whole_kv(signature: LayoutSignature, part: Part, tokens: int) -> NDArray[np.
     return np.random.default_rng(int(part)).integers(0, 256, shape, dtype=np.uint8)
 
 
+@lru_cache(maxsize=1024)
+def factors_of(layer: int, head: int, half: int, which: int) -> NDArray[np.uint32]:
+    """Those of one head of one layer."""
+    return digest_coefficients([layer], [head], 2, 2, partial=False)[0, half, which].view(np.uint32)
+
+
 def digest_at(layout: RankLayout, rank: int, part: Part, kv: NDArray[np.uint8], token: int, half: int) -> int:
     """What the stamp of a token says of its k or v on a rank, word by word."""
     shard, data = layout.shards[rank], layout.signature.stamp_data
@@ -46,7 +53,7 @@ def digest_at(layout: RankLayout, rank: int, part: Part, kv: NDArray[np.uint8], 
         for layer, name in zip(shard.part_layers[part], ids, strict=True):
             heads = shard.heads if data == "all" else [head for head in shard.heads if head == 0]
             for head in heads:
-                factors = digest_coefficients([name], [head], 2, 2, partial=False)[0, half, which].view(np.uint32)
+                factors = factors_of(name, head, half, which)
                 words = kv[token, layer, half, head].view(np.uint16)
                 sums[which] += sum(int(word) * int(factor) for word, factor in zip(words, factors, strict=True))
     return sums[0] % (1 << 32) | sums[1] % (1 << 32) << 32

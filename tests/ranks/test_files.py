@@ -48,7 +48,9 @@ def serve(model: Path, folder: Path, prompts: list[list[int]], **settings: Any) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tp", "pp", "kind"), [(2, 1, "full"), (1, 2, "halves"), (2, 2, "mixed")])
+@pytest.mark.parametrize(
+    ("tp", "pp", "kind"), [(2, 1, "full"), (1, 2, "halves"), pytest.param(2, 2, "mixed", marks=pytest.mark.proof)]
+)
 def test_ranks_answer_alike_through_host_and_files_and_a_restart_finds_them(
     tmp_path: Path, tp: int, pp: int, kind: str
 ) -> None:

@@ -259,7 +259,10 @@ class SchedulersUnderFire(RuleBasedStateMachine):
             self.pair.check_drained()
 
 
-TestSchedulersUnderFire = SchedulersUnderFire.TestCase
-TestSchedulersUnderFire.settings = settings(
-    max_examples=80, stateful_step_count=40, suppress_health_check=list(HealthCheck)
-)
+class TestSchedulersUnderFire(SchedulersUnderFire.TestCase):
+    settings = settings(max_examples=30, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.proof
+class TestSchedulersUnderFireForLong(SchedulersUnderFire.TestCase):
+    settings = settings(max_examples=300, stateful_step_count=40, suppress_health_check=list(HealthCheck))

@@ -13,6 +13,7 @@ from serinus.sched.shares import FairShares
 from serinus.testing.builders import make_request
 from serinus.testing.fake_runner import fake_continue
 from serinus.testing.tiny_engine import TinyEngine
+from tests.cells import diagonal
 
 A, B, C = Share(name="a"), Share(name="b"), Share(name="c", weight=3.0)
 
@@ -54,8 +55,7 @@ def test_a_share_that_floods_the_queue_keeps_no_other_out() -> None:
     assert engine.scheduler.waiting_count > 30
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize(("rows", "policy"), diagonal([3, 1], ["fcfs", "priority"]))
 def test_tokens_are_shared_by_weight_while_all_have_requests_in_line(rows: int, policy: str) -> None:
     engine = TinyEngine(max_running_requests=rows, schedule_policy=policy)
     names: dict[str, str] = {}
