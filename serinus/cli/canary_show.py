@@ -58,7 +58,7 @@ def canary_lines(member: dict[str, Any], limit: int) -> list[str]:
     ]
     lines += [f"  {item['count']:>8,}  {item['reason']} by {item['tag']}" for item in view["counts"]]
     if view["injected_total"]:
-        lines.append(f"  {view['injected_total']:>8,}  faults planted on purpose (--kv-canary-perturb)")
+        lines.append(f"  {view['injected_total']:>8,}  faults planted on purpose")
     for item in view["incidents"][-limit:]:
         users = ",".join(item["users"])
         lines.append(

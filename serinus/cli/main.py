@@ -153,7 +153,7 @@ checkpoint is named: check it, and say how much KV an engine of these settings c
         summary="serve a small model disaggregated, plant one fault under three canaries, show the answers",
         about="""Serve the package's small model with one prefill and one decode engine, ask it with OpenAI's client,
 and plant the same fault three times: under a canary that only logs (the wrong code, with HTTP 200), one that raises
-(a 500 that names the page) and one that heals (the right code, and a receipt).""",
+(a 500 that names the place) and one that heals (the right code, and a receipt).""",
         examples=(
             ("serinus demo", "everything, in about half a minute"),
             ('serinus serve "$(serinus demo --model-path)"', "serve the demo's model"),

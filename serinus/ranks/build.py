@@ -325,7 +325,7 @@ def _grammar_vocabulary(config: ServeConfig, spec: ModelSpec) -> GrammarVocabula
 
 def _load_kernels(config: ServeConfig, device: str, phases: Phases) -> Kernels:
     kernels = load(device, config.kernels.attention_backend)
-    once = "; compiled at the first start on this machine, for about 20 s" if kernels.warmer is not None else ""
+    once = "; what this machine has not compiled before takes about 20 s" if kernels.warmer is not None else ""
     _log.info("kernels on %s: %s%s", kernels.device, kernels.summary(), once)
     if config.canary.kv_canary != "none" or config.cache.enable_hierarchical_cache or config.role != "unified":
         warm(kernels, shapes=())  # the model's own are compiled by the engine's first steps

@@ -55,14 +55,14 @@ ACTS = (
         about="writes a line into the log; the answers are those of an engine without one",
         status=200,
         whose="foreign",
-        meaning="HTTP 200, fluent, and the other customer's code. Nobody will ever know why.",
+        meaning="HTTP 200, fluent, and the other customer's code. Only a line in the log tells.",
     ),
     Act(
         mode="raise",
         about="ends what read wrong KV",
         status=500,
         whose="",
-        meaning="an error that names the page: nothing wrong has left.",
+        meaning="an error that names the slot and the check: nothing wrong has left.",
     ),
     Act(
         mode="heal",
