@@ -1,4 +1,4 @@
-"""Grids of parameters of which the default suite runs a diagonal and `make proof` the rest."""
+"""Parameters of which the default suite runs some, of grids a diagonal, and `make proof` the rest."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from itertools import product
 from typing import Any
 
 import pytest
+
+
+def some(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """These values, for `parametrize`. All are marked `proof` but those that are kept."""
+    return [pytest.param(each, marks=() if each in kept else pytest.mark.proof) for each in values]
 
 
 def diagonal(*axes: Iterable[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from serinus.kernels import Reason
 from serinus.pd import Backend, LocalBackend, ShmBackend, TcpBackend
 from serinus.selftest import CANARY_SHAPES, CanaryPDFixture, make_canary_toy
 from serinus.testing.oracle import toy_continue
-from tests.cells import diagonal
+from tests.cells import diagonal, some
 
 CASES = [("full", Part.FULL), ("swa", Part.SWA), ("both", Part.FULL), ("both", Part.SWA), ("latent", Part.LATENT)]
 """(model, the part that is damaged)."""
@@ -351,10 +351,7 @@ def test_aborts_eviction_write_back_and_reload_are_clean_on_both_sides(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape",
-    ["both", "latent", pytest.param("full", marks=pytest.mark.proof), pytest.param("swa", marks=pytest.mark.proof)],
-)
+@pytest.mark.parametrize("shape", some(CANARY_SHAPES, "both", "latent"))
 def test_requests_that_must_give_way_and_come_again_are_clean(toys: dict[str, Path], shape: str) -> None:
     pair = CanaryPDFixture(
         toys[shape], kv_canary_sweep_interval=7, kv_canary_coverage="rotating:4",

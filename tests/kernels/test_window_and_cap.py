@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serinus.kernels import AttentionBatch, Kernels, load
+from tests.cells import some
 from tests.kernels.conftest import DTYPES, Paged, assert_close, make_paged
 
 SHARES_ROUNDED = 2.0**-7
@@ -21,7 +22,7 @@ GEMMA = [(8, 4, 256), (4, 1, 256), (16, 8, 128)]
 ODD = [(7, 1, 64), (3, 3, 10), (9, 3, 96), (5, 1, 64)]
 FEW = ((16, 8, 128), (7, 1, 64), (3, 3, 10))
 """One shape for each kernel that serves a shape; each other one costs seconds of a compiler."""
-SHAPES = [pytest.param(shape, marks=() if shape in FEW else pytest.mark.proof) for shape in (*GEMMA, *ODD)]
+SHAPES = some((*GEMMA, *ODD), *FEW)
 
 
 def run(

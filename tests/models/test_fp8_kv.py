@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from serinus.kernels import FP8_FORMATS, load
 from serinus.models import choose_kv_dtype, load_model, load_spec, make_checkpoint
 from serinus.testing.direct import DirectEngine
+from tests.cells import diagonal
 from tests.reference_cache import cache_argument
 
 from .parity import Recorder, random_ids, run_in_uneven_chunks
@@ -56,15 +57,7 @@ def rounded_reference(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "column"),
-    [
-        (E4M3, "cpu"),
-        (E5M2, "ref"),
-        pytest.param(E4M3, "ref", marks=pytest.mark.proof),
-        pytest.param(E5M2, "cpu", marks=pytest.mark.proof),
-    ],
-)
+@pytest.mark.parametrize(("kind", "column"), diagonal([E4M3, E5M2], ["cpu", "ref"]))
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral_swa", "gemma2", "gpt_oss", *LATENT])
 def test_logits_are_those_of_transformers_with_a_cache_in_fp8(
     checkpoints: dict[str, Path], family: str, kind: torch.dtype, column: str

@@ -17,6 +17,7 @@ from serinus.testing.ranked import ranked_engine
 from serinus.testing.small_gguf import write_gguf
 from serinus.text import load_tokenizer
 from serinus.text.generation import tokenizer_eos_ids
+from tests.cells import some
 from tests.models.parity import (
     GREEDY,
     check_handed_over_with_a_prefix,
@@ -84,7 +85,7 @@ def written(tmp_path: Path, case: str, **metadata: Any) -> tuple[Path, Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case in ("mistral of 4 bits", "gemma") else pytest.mark.proof) for case in CASES],
+    some(CASES, "mistral of 4 bits", "gemma"),
 )
 def test_a_file_gives_the_logits_and_tokens_of_what_its_blocks_stand_for(tmp_path: Path, case: str) -> None:
     file, plain = written(tmp_path, case)

@@ -27,6 +27,7 @@ from serinus.parallel.thread_comm import ThreadComm
 from serinus.testing.direct import DirectEngine, DirectSeq
 from serinus.testing.oracle import toy_continue
 from serinus.testing.ranked import RankedRunner, ranked_engine
+from tests.cells import some
 from tests.models.parity import GREEDY, engine, random_ids
 
 PROMPT = random_ids(21, 70)
@@ -84,9 +85,7 @@ def _answer(direct: DirectEngine, params: SamplingParams = GREEDY) -> DirectSeq:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(each, marks=() if each == "PP2xTP2" else pytest.mark.proof) for each in MESHES]
-)
+@pytest.mark.parametrize("mesh", some(MESHES, "PP2xTP2"))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mesh_gives_the_greedy_tokens_of_one_process_in_fp32(
     families: dict[str, Path], family: str, mesh: str

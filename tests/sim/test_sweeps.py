@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
-from typing import Any
 
 import pytest
 
 from serinus.sim import Scenario, at_every_step, calm_scenario, draw, pairs_of_faults, run
+from tests.cells import some
 from tests.sim.rank_mutants import one_leaves_another_follows
 
 BACKENDS = ("local", "shm", "tcp", "push", "pull", "ipc")
-
-
-def _first(*names: str) -> list[Any]:
-    """All backends; those not named here are for `make proof`."""
-    return [pytest.param(each, marks=() if each in names else pytest.mark.proof) for each in BACKENDS]
 
 
 def _check(scenarios: Iterable[Scenario]) -> int:
@@ -28,7 +23,7 @@ def _check(scenarios: Iterable[Scenario]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", _first("tcp"))
+@pytest.mark.parametrize("backend", some(BACKENDS, "tcp"))
 def test_a_crash_a_cancel_a_lost_or_repeated_frame_at_steps_of_a_handoff(backend: str) -> None:
     """Each third step and frame; `python -m tests.sim.night` takes every one, and all pairs."""
     base = calm_scenario(draw(3, backend=backend), works=1)
@@ -46,7 +41,7 @@ def test_pages_that_a_rank_is_still_to_fill_go_to_the_next_request_at_once() -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", _first("shm"))
+@pytest.mark.parametrize("backend", some(BACKENDS, "shm"))
 def test_pairs_of_faults_in_a_world_of_one_request(backend: str) -> None:
     """Each 211th pair; the others are for the night."""
     base = calm_scenario(draw(3, backend=backend), works=1)
