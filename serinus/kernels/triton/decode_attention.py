@@ -29,6 +29,7 @@ from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.contracts import LayerDigest, Tiling
 from serinus.kernels.packed import PackedFactors
 from serinus.kernels.pool_rows import page_gap, slot_count
+from serinus.kernels.triton.dependent import dependent, wait_for_earlier
 from serinus.kernels.triton.pool_rows import row_starts
 from serinus.kernels.triton.tickets import TICKETS
 
@@ -116,7 +117,7 @@ def attend_one(
         CAPPED=softcap is not None, WINDOWED=window is not None, WATCHED=digest is not None,
         COLUMNS=PLANE_COLUMNS, IN_ASSEMBLY=_IN_ASSEMBLY, HEADS_JOINED=joined, DEPTH=depth, SLOTS=page_slots,
         WORDS=k_pool_SHD.element_size() > 1, LANES=size if k_pool_SHD.element_size() > 1 else size // 2,
-        num_warps=cut.warps, num_stages=cut.stages,
+        num_warps=cut.warps, num_stages=cut.stages, **dependent(q_TND.device),
     )  # fmt: skip
 
 
@@ -159,7 +160,9 @@ def _decode(
     PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, WATCHED: tl.constexpr, COLUMNS: tl.constexpr, IN_ASSEMBLY: tl.constexpr,
     HEADS_JOINED: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(DEPENDENT)
     b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = tl.load(starts + b)
     is_one = tl.load(starts + b + 1) - token == 1

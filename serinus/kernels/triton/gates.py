@@ -10,6 +10,7 @@ from torch import Tensor
 
 from serinus.kernels.checks import check_gate
 from serinus.kernels.contracts import Gate
+from serinus.kernels.triton.dependent import dependent, wait_for_earlier
 
 GATES: dict[Gate | None, int] = {None: 0, "silu": 1, "gelu": 2}
 """The activation, as kernels take it."""
@@ -24,7 +25,7 @@ def gate_mul(gate: Gate, gate_up_T2F: Tensor) -> Tensor:
     out_TF = gate_up_T2F.new_empty((*gate_up_T2F.shape[:-1], width))
     if out_TF.numel():
         _gate[(out_TF.numel() // width, triton.cdiv(width, _BLOCK))](
-            gate_up_T2F, out_TF, width, GATE=GATES[gate], BLOCK=_BLOCK
+            gate_up_T2F, out_TF, width, GATE=GATES[gate], BLOCK=_BLOCK, **dependent(out_TF.device)
         )
     return out_TF
 
@@ -42,7 +43,8 @@ def gated(gate, up, GATE: tl.constexpr):
 
 
 @_jit
-def _gate(gate_up, out, width, GATE: tl.constexpr, BLOCK: tl.constexpr):
+def _gate(gate_up, out, width, GATE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    wait_for_earlier(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * width + f, mask=f < width, other=0.0).to(tl.float32)

@@ -23,6 +23,7 @@ from serinus.kernels.contracts import Gate
 from serinus.kernels.packed import PackedLinear
 from serinus.kernels.quantized import QuantizedWeight
 from serinus.kernels.ref.linear import pack_linear as pack_plain
+from serinus.kernels.triton.dependent import dependent, wait_for_earlier
 from serinus.kernels.triton.gates import GATES, gated
 from serinus.kernels.triton.quantized import multiply_quantized, pack_quantized
 from serinus.kernels.triton.tickets import TICKETS, Tickets
@@ -160,7 +161,7 @@ def multiply_rows(x_TI: Tensor, packed: PackedLinear, cut: WeightCut, gate: Gate
         left, right, x_TI if packed.bias_O is None else packed.bias_O, out_TO, partial, tickets, rows, out_size,
         INNER=inner, ROWS=block, OUTPUTS=cut.outputs, BLOCK=cut.inner, PARTS=cut.parts, GATE=GATES[gate],
         HAS_BIAS=packed.bias_O is not None, SWAPPED=cut.swapped, BULK=cut.bulk, num_warps=cut.warps,
-        num_stages=cut.stages,
+        num_stages=cut.stages, **dependent(x_TI.device),
     )  # fmt: skip
     return out_TO
 
@@ -172,11 +173,12 @@ _jit: Any = triton.jit
 def _rows(
     x, weight, bias, out, partial, tickets, rows, outs,
     INNER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SWAPPED: tl.constexpr, BULK: tl.constexpr,
+    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SWAPPED: tl.constexpr, BULK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
     o, t, i = tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS), tl.arange(0, BLOCK)
     EACH: tl.constexpr = INNER // PARTS
+    wait_for_earlier(DEPENDENT)
     if SWAPPED:
         total = tl.zeros((OUTPUTS, ROWS), tl.float32)
         upper = tl.zeros((OUTPUTS, ROWS), tl.float32)

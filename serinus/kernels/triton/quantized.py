@@ -30,6 +30,7 @@ from torch import Tensor
 
 from serinus.kernels.packed import PackedLinear, RowBlocks
 from serinus.kernels.quantized import QuantizedWeight
+from serinus.kernels.triton.dependent import dependent, wait_for_earlier
 from serinus.kernels.triton.qk_rope_store import format_of, in_fp8
 from serinus.kernels.triton.tickets import TICKETS
 
@@ -161,7 +162,7 @@ def multiply_quantized(
         packed.in_size, max(how.part, 1), BITS=how.bits, FLOATS=how.levels != INTEGERS, ROWS=cut.rows,
         OUTPUTS=cut.outputs, SPAN=span, PARTS=cut.parts, GROUPED=how.part > 0, HAS_ZEROS=how.zeros is not None,
         HAS_BIAS=packed.bias_O is not None, EVEN=packed.in_size % span == 0 and packed.out_size % cut.outputs == 0,
-        TILE=_TILE, IN_ASSEMBLY=_IN_ASSEMBLY, num_warps=cut.warps, num_stages=cut.stages,
+        TILE=_TILE, IN_ASSEMBLY=_IN_ASSEMBLY, num_warps=cut.warps, num_stages=cut.stages, **dependent(x_TI.device),
     )  # fmt: skip
     return out_TO.view(*x_TI.shape[:-1], packed.out_size)
 
@@ -346,8 +347,9 @@ def _quantized(
     x, weight, scales, zeros, bias, out, partial, tickets, rows, outs, inner, group,
     BITS: tl.constexpr, FLOATS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPAN: tl.constexpr,
     PARTS: tl.constexpr, GROUPED: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr,
-    TILE: tl.constexpr, IN_ASSEMBLY: tl.constexpr,
+    TILE: tl.constexpr, IN_ASSEMBLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(DEPENDENT)
     tile, part = tl.program_id(0), tl.program_id(2)
     o, t = tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_out, is_row = o < outs, t < rows

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serinus.kernels.checks import check_norm, check_residual
+from serinus.kernels.triton.dependent import dependent, wait_for_earlier
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -33,7 +34,7 @@ def _normed(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, *, 
     if out_TE.numel():
         _norm[(out_TE.numel() // width,)](
             x_TE, residual_TE, weight_E.contiguous(), out_TE, eps, WIDTH=width, BLOCK=block, ADDS=adds,
-            IN_FP32=weight_E.dtype != x_TE.dtype, num_warps=min(16, max(1, block // 512)),
+            IN_FP32=weight_E.dtype != x_TE.dtype, num_warps=min(16, max(1, block // 512)), **dependent(x_TE.device),
         )  # fmt: skip
     return out_TE
 
@@ -53,11 +54,12 @@ def normed(x, weight, total, eps, SIZE: tl.constexpr, IN_FP32: tl.constexpr, dty
 @_jit
 def _norm(
     x, residual, weight, out, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, IN_FP32: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, IN_FP32: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, BLOCK)
     at, inside = tl.program_id(0).to(tl.int64) * WIDTH + e, e < WIDTH
     weight_E = tl.load(weight + e, mask=inside, other=0.0)
+    wait_for_earlier(DEPENDENT)
     value_E = tl.load(x + at, mask=inside, other=0.0)
     if ADDS:
         total_E = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32) + value_E.to(tl.float32)

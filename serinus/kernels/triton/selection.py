@@ -17,6 +17,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from serinus.kernels.triton.dependent import dependent, wait_for_earlier
 from serinus.kernels.triton.pinned import sent
 
 SCORE_MAX = 1e30
@@ -81,7 +82,8 @@ def choose(scores_BV: Tensor, rows_B6: Tensor | None, *, cuts: bool) -> Tensor:
     values_BP = torch.empty((rows, _PARTS), dtype=torch.float32, device=device)
     ids_BP = torch.empty((rows, _PARTS), dtype=torch.int32, device=device)
     tokens_B = torch.empty(rows, dtype=torch.int64, device=device)
-    _best[(rows, _PARTS)](scores_BV, stride, step, vocab, values_BP, ids_BP, PARTS=_PARTS, BLOCK=_BLOCK)
+    ahead = dependent(device)
+    _best[(rows, _PARTS)](scores_BV, stride, step, vocab, values_BP, ids_BP, PARTS=_PARTS, BLOCK=_BLOCK, **ahead)
     if rows_B6 is not None:
         least_B = torch.full((rows,), -torch.inf, dtype=torch.float32, device=device)
         if cuts:
@@ -95,7 +97,7 @@ def choose(scores_BV: Tensor, rows_B6: Tensor | None, *, cuts: bool) -> Tensor:
             BLOCK=_BLOCK,
         )  # fmt: skip
         values_BP, ids_BP = drawn_BP, drawn_ids_BP
-    _pick[(rows,)](values_BP, ids_BP, tokens_B, PARTS=_PARTS, num_warps=1)
+    _pick[(rows,)](values_BP, ids_BP, tokens_B, PARTS=_PARTS, num_warps=1, **ahead)
     return tokens_B
 
 
@@ -146,7 +148,8 @@ def _repeat(scores, table, count, seen, vocab, BLOCK: tl.constexpr):
 
 
 @_jit
-def _best(scores, stride, step, vocab, values, ids, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _best(scores, stride, step, vocab, values, ids, PARTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    wait_for_earlier(DEPENDENT)
     b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     where = tl.zeros((BLOCK,), tl.int32)
@@ -161,7 +164,8 @@ def _best(scores, stride, step, vocab, values, ids, PARTS: tl.constexpr, BLOCK: 
 
 
 @_jit
-def _pick(values, ids, tokens, PARTS: tl.constexpr):
+def _pick(values, ids, tokens, PARTS: tl.constexpr, DEPENDENT: tl.constexpr):
+    wait_for_earlier(DEPENDENT)
     b, p = tl.program_id(0), tl.arange(0, PARTS)
     x = tl.load(values + b * PARTS + p)
     found = tl.min(tl.where(x == tl.max(x, 0), tl.load(ids + b * PARTS + p), 2147483647), 0)
