@@ -19,11 +19,13 @@ from serinus.kernels.checks import check_qk_rope_store
 from serinus.kernels.contracts import WrittenRows
 from serinus.kernels.fp8 import FP8_FORMATS
 from serinus.kernels.pool_rows import page_gap, slot_count
+from serinus.kernels.triton.dependent import dependent, wait_for_earlier
 from serinus.kernels.triton.pool_rows import row_starts
 from serinus.kernels.triton.rms_norm import normed
 
-_HEADS = 4
-"""Heads of one program, where both numbers of heads are multiples of it."""
+_HEADS, _ROWS_ALONE = 4, 16
+"""Heads of one program, where both numbers of heads are multiples of it; of up to so many tokens each has its own, by
+which a decode step of one request on an H100 takes 5.93 ms where it took 5.97."""
 
 
 def format_of(dtype: torch.dtype) -> tuple[int, int, int]:
@@ -51,7 +53,7 @@ def qk_rope_store(
     mantissa, bias, largest = format_of(k_pool_SHD.dtype)
     if not tokens:
         return
-    each = math.gcd(heads, kv_heads, _HEADS)
+    each = 1 if tokens <= _ROWS_ALONE else math.gcd(heads, kv_heads, _HEADS)
     norm = q_norm_D if q_norm_D is not None else k_norm_D
     sums, factors, width = q_out_TND, q_out_TND, 0
     if written is not None:
@@ -64,7 +66,7 @@ def qk_rope_store(
         HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=triton.next_power_of_2(size // 2), EACH=each,
         Q_NORM=q_norm_D is not None, K_NORM=k_norm_D is not None,
         IN_FP32=norm is not None and norm.dtype != qkv_TX.dtype, WIDTH=width, SLOTS=page_slots,
-        MANTISSA=mantissa, BIAS=bias, LARGEST=largest, num_warps=1,
+        MANTISSA=mantissa, BIAS=bias, LARGEST=largest, num_warps=1, **dependent(qkv_TX.device),
     )  # fmt: skip
 
 
@@ -76,8 +78,9 @@ def _rope_store(
     qkv, cos, sin, positions, slots, q_norm, k_norm, k_pool, v_pool, q_out, factors, sums, slot_count, gap, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, IN_FP32: tl.constexpr, WIDTH: tl.constexpr,
-    SLOTS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr,
+    SLOTS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(DEPENDENT)
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * EACH
     h, f = tl.arange(0, EACH), tl.arange(0, HALF)
     inside = (f < SIZE // 2)[None, :]
