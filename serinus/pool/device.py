@@ -275,17 +275,12 @@ class DevicePool:
             ValueError: sizes disagree, or a page or row is none of ours.
         Cost: G * Y bytes read and written, by the copy engine or on the calling thread alone.
         """
-        parts = self._parts(bytes_RY)
+        parts, page_ids, row_ids = self._parts(bytes_RY), _ids(pages), _ids(rows)
         if self.pages_PY is not None and parts:
             self._check_on_host(pages, bytes_RY, rows)
             _move(bytes_RY[:, : self.spec.kv_bytes], rows, self.pages_PY, pages)
-            for strips, part_RZ in parts[1:]:
-                found_GZ = torch.empty((len(pages), part_RZ.shape[1]), dtype=torch.uint8, device=self.spec.device)
-                self._kernels.gather_pages(strips, _ids(pages), self.spec.page_size, found_GZ)
-                _move(part_RZ, rows, found_GZ, np.arange(len(pages)))
-            return
+            parts = parts[1:]
         for strips, part_RZ in parts:
-            page_ids, row_ids = _ids(pages), _ids(rows)
             self._kernels.gather_pages(strips, page_ids, self.spec.page_size, part_RZ, row_ids)
 
     def copy_in(
@@ -304,13 +299,7 @@ class DevicePool:
     def copy_stamps_in(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
         """The reverse of `copy_out`, for the stamps; nothing where the pool keeps none."""
         for strips, part_RZ in self._parts(bytes_RY)[1:]:
-            if self.spec.device == "cpu":
-                self._scatter(strips, pages, part_RZ, rows)
-                continue
-            self._check_on_host(pages, bytes_RY, rows)
-            found_GZ = torch.empty((len(pages), part_RZ.shape[1]), dtype=torch.uint8, device=self.spec.device)
-            _move(found_GZ, np.arange(len(pages)), part_RZ, rows)
-            self._kernels.scatter_pages(strips, _ids(pages), self.spec.page_size, found_GZ)
+            self._scatter(strips, pages, part_RZ, rows)
 
     def _scatter(self, strips: Strips, pages: NDArray[np.integer], part_RZ: Tensor, rows: NDArray[np.integer]) -> None:
         page_ids, row_ids = _ids(pages), _ids(rows)

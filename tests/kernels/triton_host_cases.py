@@ -91,14 +91,16 @@ def pages(seed: int, device: str) -> str:
     ids = torch.randperm(12, generator=generator)[:count]
     rows = torch.randperm(count + 2, generator=generator)[:count] if rng.random() < 0.5 else None
     where = rng.choice(("cpu", device))
-    found, expected = (
-        torch.zeros((count + 2 if rows is not None else count, width + 8), dtype=torch.uint8, device=where)[:, :width]
-        for _ in range(2)
-    )
+    sizes = (count + 2 if rows is not None else count, width + 8)
+    pinned = where != device and rng.random() < 0.7
+    found = torch.zeros(sizes, dtype=torch.uint8, device=where, pin_memory=pinned)[:, :width]
+    expected = torch.zeros(sizes, dtype=torch.uint8, device=where)[:, :width]
     if rows is not None and where != "cpu":
         rows, where = None, device
         found, expected = found[:count], expected[:count]
     fast.gather_pages(kv, ids.to(device), page, found, rows)
+    if pinned:
+        torch.cuda.synchronize()
     ref.gather_pages(kv, ids.to(device), page, expected, rows)
     wrong = "" if torch.equal(found, expected) else " gathered"
     one, other = ([tuple(torch.zeros_like(half) for half in pair) for pair in kv] for _ in range(2))

@@ -118,6 +118,7 @@ def test_a_load_that_is_late_is_never_read_early_and_the_host_does_not_wait_for_
     gate = LayerGate(mover)
     pages = np.arange(1, 257)
     ids = torch.from_numpy(pages).cuda()
+    device[FULL].k[0].view(torch.uint8)[ids].float().mean()  # what is loaded at first use takes as long as the load
     for round_ in range(1, 4):
         for part in (FULL, SWA):
             host[part].tensor_PY.fill_(round_)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from serinus.kernels.checks import check_pages
 from serinus.kernels.contracts import LayersKv
-from serinus.kernels.triton.pinned import read_in_place, sent
+from serinus.kernels.triton.pinned import read_in_place
 
 _BLOCK = 1024
 _UNITS = {8: torch.int64, 2: torch.int16, 1: torch.int8}
@@ -28,12 +28,12 @@ def gather_pages(
     rows_G: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Copy pages out of the pools; see the reference. Cost: one read and one write; waits where the buffer is the
-    host's."""
+    host's, but for rows of pinned memory, which are written in place."""
     check_pages(layers_kv, pages_G, page_size, out_RY, rows_G)
     lanes = _lanes(layers_kv, page_size)
     device = lanes[0].device
-    if out_RY.device == device:
-        move_pages(lanes, pages_G, out_RY, None if rows_G is None else sent(rows_G, device), outward=True)
+    if _in_reach(out_RY, rows_G, device):
+        move_pages(lanes, pages_G, out_RY, rows_G, outward=True)
         return
     found_GY = torch.empty((len(pages_G), out_RY.shape[1]), dtype=torch.uint8, device=device)
     move_pages(lanes, pages_G, found_GY, None, outward=True)
@@ -51,11 +51,17 @@ def scatter_pages(
     check_pages(layers_kv, pages_G, page_size, bytes_RY, rows_G)
     lanes = _lanes(layers_kv, page_size)
     device = lanes[0].device
-    if bytes_RY.device == device:
-        move_pages(lanes, pages_G, bytes_RY, None if rows_G is None else sent(rows_G, device), outward=False)
+    if _in_reach(bytes_RY, rows_G, device):
+        move_pages(lanes, pages_G, bytes_RY, rows_G, outward=False)
         return
     found_GY = bytes_RY if rows_G is None else bytes_RY[rows_G]
     move_pages(lanes, pages_G, found_GY.to(device), None, outward=False)
+
+
+def _in_reach(bytes_RY: Tensor, rows_G: Tensor | None, device: torch.device) -> bool:
+    """Whether kernels read and write the buffer where it lies. Rows of pinned memory are small beside what the copy
+    engine moves for them, which would take as long for each of them as for 80 KB."""
+    return bytes_RY.device == device or (rows_G is not None and device.type == "cuda" and bytes_RY.is_pinned())
 
 
 def _lanes(layers_kv: LayersKv, page_size: int) -> list[Tensor]:
@@ -67,27 +73,24 @@ def _lanes(layers_kv: LayersKv, page_size: int) -> list[Tensor]:
 def move_pages(
     lanes: Sequence[Tensor], pages_G: Tensor, bytes_RY: Tensor, rows_G: Tensor | None, *, outward: bool
 ) -> None:
-    """Between lanes, uint8 [P, W] each, and rows of a buffer of the same device: page pages_G[g] and row rows_G[g], or
-    g. Outward: into the buffer."""
+    """Between lanes, uint8 [P, W] each, and rows of a buffer that their device reaches: page pages_G[g] and row
+    rows_G[g], or g. Outward: into the buffer."""
     if not len(pages_G):
         return
     widths = tuple(lane.shape[1] for lane in lanes)
     odd = (*widths, bytes_RY.stride(0), bytes_RY.data_ptr(), *(lane.data_ptr() for lane in lanes))
     unit = next(unit for unit in _UNITS if not any(each % unit for each in odd))
-    device = bytes_RY.device
+    device, count = lanes[0].device, len(pages_G)
     table_3L = _table(tuple(lane.data_ptr() for lane in lanes), widths, unit, device)
-    with read_in_place(pages_G, device) as ids_G:
-        _start(lanes, table_3L, ids_G, bytes_RY, rows_G, widths, unit, outward=outward)
-
-
-def _start(
-    lanes: Sequence[Tensor], table_3L: Tensor, pages_G: Tensor, bytes_RY: Tensor, rows_G: Tensor | None,
-    widths: tuple[int, ...], unit: int, *, outward: bool,
-) -> None:  # fmt: skip
-    _move[(len(pages_G), len(lanes), triton.cdiv(max(widths) // unit, _BLOCK))](
-        table_3L, len(lanes), pages_G, pages_G if rows_G is None else rows_G, bytes_RY.view(torch.uint8),
-        bytes_RY.stride(0) // unit, UNIT=unit, OUTWARD=outward, HAS_ROWS=rows_G is not None, BLOCK=_BLOCK,
-    )  # fmt: skip
+    ids_2G = torch.empty((2, count + count % 2), dtype=torch.int64, device=pages_G.device)  # both begin at 16 bytes
+    ids_2G[0, :count] = pages_G
+    if rows_G is not None:
+        ids_2G[1, :count] = rows_G
+    with read_in_place(ids_2G, device) as there_2G:
+        _move[(count, len(lanes), triton.cdiv(max(widths) // unit, _BLOCK))](
+            table_3L, len(lanes), there_2G[0], there_2G[1], bytes_RY.view(torch.uint8), bytes_RY.stride(0) // unit,
+            UNIT=unit, OUTWARD=outward, HAS_ROWS=rows_G is not None, BLOCK=_BLOCK,
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
