@@ -3,8 +3,8 @@ ways at once, and beside a decode of 64 requests, with what a decode step then l
 pinned copy of 1 GiB on the same card.
 
 Beside a decode: one engine (dummy weights, CUDA graphs) generates in turns without and with copies of other pools of
-the same shape under way, in the same process, so that the threads that copy share its lock too. A step is the
-difference of runs of 80 and of 16 tokens; the loss is the median over the rounds of the ratio of neighbouring turns.
+the same shape under way, in the same process, so that the threads that copy share its lock too. A step is the mean
+of those from the 16th to the 144th token; the loss is the median over the rounds of the ratio of neighbouring turns.
 
     python -m benchmarks.gpu_tiers [--pages 1024] [--rounds 5] [--canary none full] [--ways out in both] [--no-engine]
 """
@@ -16,15 +16,16 @@ import random
 import statistics
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.gpu_engine import MODELS, config_in
+from benchmarks.gpu_engine import MODELS, config_in, step_ms
 from benchmarks.report import emit
-from serinus import LLM, SamplingParams
+from serinus import LLM
 from serinus.core.clock import WallClock
 from serinus.core.moves import Move, MoveKind
 from serinus.core.parts import Part
@@ -35,7 +36,7 @@ CLOCK = WallClock()
 MODEL = "qwen3-8b"
 LAYERS, KV_HEADS = (MODELS[MODEL][name] for name in ("num_hidden_layers", "num_key_value_heads"))
 SIZE = MODELS[MODEL]["head_dim"]
-BATCH, CONTEXT, SHORT, LONG = 64, 1024, 16, 80
+BATCH, CONTEXT, SHORT, LONG = 64, 1024, 16, 144
 OP_PAGES = 64
 """Pages of one copy: 151 MB."""
 UNDER_WAY = 8
@@ -127,26 +128,16 @@ class Traffic:
 def beside(llm: LLM, traffic: Traffic, way: str, rounds: int) -> dict[str, float]:
     """Steps of a decode of BATCH in turns without and with copies, and the GB/s of these."""
     rng = random.Random(1)
-    prompts = [{"prompt_token_ids": [rng.randrange(10, 150_000) for _ in range(CONTEXT)]} for _ in range(BATCH)]
-
-    def run_s(tokens: int) -> float:
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        begin = CLOCK.now()
-        llm.generate(prompts, params, use_tqdm=False)
-        return CLOCK.now() - begin
-
-    def step_ms() -> float:
-        return (run_s(LONG) - run_s(SHORT)) / (LONG - SHORT) * 1e3
-
-    run_s(SHORT)
-    step_ms()
+    prompts = [[rng.randrange(10, 150_000) for _ in range(CONTEXT)] for _ in range(BATCH)]
+    once = partial(step_ms, llm, prompts, SHORT, LONG)
+    once()
     alone, with_copies, rates = [], [], []
     for _ in range(rounds):
-        alone.append(step_ms())
+        alone.append(once())
         stop = threading.Event()
         thread = threading.Thread(target=traffic.run, args=(WAYS[way], stop))
         thread.start()
-        with_copies.append(step_ms())
+        with_copies.append(once())
         stop.set()
         thread.join()
         rates.append(traffic.moved / traffic.seconds / 1e9)
