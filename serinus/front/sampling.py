@@ -205,8 +205,8 @@ def check_limits(field: str, length: int, params: SamplingParams, ready: Ready, 
         if length >= bound:
             raise PromptTooLong(field, length, f"{_at_most(bound - 1)}: {counted}", context=bound)
         default = ready.sampling_defaults.get("max_new_tokens")  # not asked for: what there is room for is enough
-        is_asked = limit_field and asked is not None and asked != default
-        if is_asked and bound == ready.context_length and asked > room:
+        is_context = bound == ready.context_length
+        if is_context and limit_field and asked is not None and asked > room and asked != default:
             expected = f"at most {room}: {counted} or lower {limit_field}"
             raise PromptTooLong(limit_field, asked, expected, context=bound)
     if params.min_new_tokens > room:
