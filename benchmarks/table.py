@@ -68,12 +68,12 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             continue
         try:
             cells = (row.here.format(**result), row.beside.format(**result), row.goal.format(**result))
-            verdict = row.verdict(result)
+            reached = row.reached(result)
         except KeyError as missing:  # kept from before the row was
             print(f"... left out: {row.what}: the result kept of {row.benchmark} has no {missing}", file=sys.stderr)
             continue
         mark = places.setdefault(_where(result), chr(ord("a") + len(places)))
-        rows.append(f"| {row.what} | {' | '.join(cells)} | {verdict.replace('missed', '**missed**')} | {mark} |")
+        rows.append(f"| {row.what} | {' | '.join(cells)} | {reached.replace('missed', '**missed**')} | {mark} |")
     missed = sum("**missed**" in row for row in rows)
     return "\n".join(
         [

@@ -23,7 +23,7 @@ class Row:
     met: tuple[str, ...] = ()
     """What must hold for the goal to be met: a figure, `<=`, `<` or `>=`, and a figure or a sum (`a + b`)."""
 
-    def verdict(self, result: Mapping[str, Any]) -> str:
+    def reached(self, result: Mapping[str, Any]) -> str:
         """`met` or `missed`, by the figures as they were kept, not as they are shown; empty without a goal."""
         if not self.met:
             return ""

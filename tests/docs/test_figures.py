@@ -1,4 +1,4 @@
-"""The figures of the README: as the kept results have them, each with its verdict, its machine and its commit."""
+"""The figures of the README: as the kept results have them, each with whether its goal was met, its machine and its commit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def row(*met: str) -> Row:
 
 
 @pytest.mark.parametrize(
-    ("met", "verdict"),
+    ("met", "reached"),
     [
         ((), ""),
         (("{a[x]} <= 2",), "met"),
@@ -27,8 +27,8 @@ def row(*met: str) -> Row:
         (("{a[x]} >= 1", "{b} >= 1.01"), "missed"),
     ],
 )
-def test_a_goal_is_met_where_all_that_it_asks_for_holds(met: tuple[str, ...], verdict: str) -> None:
-    assert row(*met).verdict({"a": {"x": 2.0}, "b": 1.0}) == verdict
+def test_a_goal_is_met_where_all_that_it_asks_for_holds(met: tuple[str, ...], reached: str) -> None:
+    assert row(*met).reached({"a": {"x": 2.0}, "b": 1.0}) == reached
 
 
 def test_each_row_with_a_goal_says_when_it_is_met() -> None:
