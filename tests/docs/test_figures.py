@@ -1,4 +1,4 @@
-"""The figures of the README: as the kept results have them, each with whether its goal was met, its machine and its commit."""
+"""The figures of the README: as the kept results have them, with their goals, machines and commits."""
 
 from __future__ import annotations
 
