@@ -196,19 +196,18 @@ def check_limits(field: str, length: int, params: SamplingParams, ready: Ready, 
     """
     room, asked = ready.context_length - length, params.max_new_tokens
     wanted = f"{limit_field} is {asked}" if limit_field and asked is not None else "the answer needs 1"
-    bounds = (
-        (ready.context_length, "the context", "--context-length"),
-        (ready.max_total_tokens, "the KV pool", "--max-total-tokens"),
-    )
-    for bound, what, flag in bounds:
-        counted = f"the prompt has {length}, {wanted}, {what} holds {bound} for both ({flag}); shorten the prompt"
-        if length >= bound:
-            raise PromptTooLong(field, length, f"{_at_most(bound - 1)}: {counted}", context=bound)
-        default = ready.sampling_defaults.get("max_new_tokens")  # not asked for: what there is room for is enough
-        is_context = bound == ready.context_length
-        if is_context and limit_field and asked is not None and asked > room and asked != default:
-            expected = f"at most {room}: {counted} or lower {limit_field}"
-            raise PromptTooLong(limit_field, asked, expected, context=bound)
+
+    def counted(what: str, bound: int, flag: str) -> str:
+        return f"the prompt has {length}, {wanted}, {what} holds {bound} for both ({flag}); shorten the prompt"
+
+    context = ("the context", ready.context_length, "--context-length")
+    for what in (context, ("the KV pool", ready.max_total_tokens, "--max-total-tokens")):
+        if length >= (bound := what[1]):
+            raise PromptTooLong(field, length, f"{_at_most(bound - 1)}: {counted(*what)}", context=bound)
+    default = ready.sampling_defaults.get("max_new_tokens")  # not asked for: what there is room for is enough
+    if limit_field and asked is not None and asked > room and asked != default:
+        expected = f"at most {room}: {counted(*context)} or lower {limit_field}"
+        raise PromptTooLong(limit_field, asked, expected, context=ready.context_length)
     if params.min_new_tokens > room:
         raise BadSampling("min_tokens", params.min_new_tokens, f"at most {room}, what the context has left")
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):

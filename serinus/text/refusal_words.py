@@ -9,14 +9,9 @@ from typing import Final
 _PLACE: Final = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _LISTING: Final = re.compile(r"\n(?=[ \d]{4} \| ) *\d+ \| .*", re.DOTALL)
 """The lines of the grammar that the library shows below its message, numbered in four characters."""
-_REGEX: Final = re.compile(r".*regex parse error:\n {4}(.*)\n {4}( *)(\^+)\nerror: (.*)", re.DOTALL)
-"""The expression, in the line below it the characters that are meant, and what is wrong with them."""
-_EBNF: Final = re.compile(r"(.*?):? at line (\d+), .* \^ (['\"])(.*)\3", re.DOTALL)
-"""What is wrong, the line, and what is left of the rules from there on."""
 _PLAIN: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
     (re.compile(form, re.DOTALL), words)
     for form, words in (
-        (r".*lookarounds not supported.*", r"look-around and word boundaries (\\b) are not supported"),
         (r"repetition operator missing expression", "nothing stands before it that could be repeated"),
         (r"Expected token (.+?), found .*\(at \"(.*)\" \(.*\)\)", r"'\2' stands where \1 was expected"),
         (r"lexer error", "a text or an expression has no end, or a character is none that rules have"),
@@ -38,6 +33,8 @@ _PLAIN: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
     )
 )  # fmt: skip
 _CHARS: Final = 40
+_LINE_CHARS: Final = 300
+"""Of a message, which may quote the whole grammar: forms are looked for in so many."""
 
 
 def refusal_words(said: str, *, own_rules: bool = False) -> str:
@@ -45,17 +42,35 @@ def refusal_words(said: str, *, own_rules: bool = False) -> str:
     wrote, so their lines are of use; else they were made of something else."""
     place = _PLACE.match(said)
     text = _LISTING.sub("", said[place.end() :] if place else said).strip()
-    where = f"line {place[1]}: " if place and own_rules else ""
-    if found := _REGEX.fullmatch(text):
-        at, length = len(found[2]), len(found[3])
-        piece = found[1][at:][: length if length > 1 else _CHARS]
-        return f"{where}{_plain(found[4])} (character {at + 1} of the expression, {piece!r})"
-    if found := _EBNF.fullmatch(text):
-        left = f"at {found[4][:_CHARS]!r}" if found[4] else "where the rules end"
-        return f"line {found[2]}: {_plain(found[1])} {left}"
-    return where + _plain(text)
+    return (f"line {place[1]}: " if place and own_rules else "") + (_of_regex(text) or _of_ebnf(text) or _plain(text))
+
+
+def _of_regex(text: str) -> str:
+    """`regex parse error:`, the expression, below it `^` under what is meant, `error: ...`; empty = no such message."""
+    if "lookarounds not supported" in text:
+        return "look-around and word boundaries (\\b) are not supported"
+    head, _, why = text.rpartition("\nerror: ")
+    _, found, shown = head.partition("regex parse error:\n")
+    if not found:
+        return ""
+    expression, _, marks = shown.partition("\n")
+    at, length = len(marks) - len(marks.lstrip(" ")), marks.count("^")
+    if not length or marks.strip(" ") != "^" * length:  # an expression of several lines
+        return _plain(why)
+    piece = expression[at:][: length if length > 1 else _CHARS]
+    return f"{_plain(why)} (character {at - 3} of the expression, {piece!r})"  # both lines begin with four spaces
+
+
+def _of_ebnf(text: str) -> str:
+    """`... at line 1, 'what was read' ^ 'what is left'`; empty = none."""
+    why, found, rest = text.partition(" at line ")
+    line, _, rest = rest.partition(", ")
+    if not found or not line.isdigit():
+        return ""
+    left = rest.rpartition(" ^ ")[2][1:-1][:_CHARS]
+    return f"line {line}: {_plain(why.rstrip(':'))} {f'at {left!r}' if left else 'where the rules end'}"
 
 
 def _plain(text: str) -> str:
-    line = " ".join(text.split()).removeprefix("failed to compile JSON schema: ")
+    line = " ".join(text[: 2 * _LINE_CHARS].split()).removeprefix("failed to compile JSON schema: ")[:_LINE_CHARS]
     return next((form.sub(words, line) for form, words in _PLAIN if form.fullmatch(line)), line)
