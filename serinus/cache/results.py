@@ -389,8 +389,10 @@ class NodeView:
     namespace: str
     start: int
     end: int
+    head_start: int
+    """The first position at which it differs from all its siblings; `start` where it has none."""
     head: tuple[int, ...]
-    """Its first token ids, 8 at most."""
+    """Its token ids from there on, 8 at most."""
     pages: Mapping[str, int]
     """Pages by tier and part: "device", "device_swa", "host", "host_swa" ...; only those that it has."""
     pins: int

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from serinus.cache.node import FULL, Node, Tier
 from serinus.cache.page_pools import PagePools
@@ -74,14 +78,15 @@ def _pools(tree: RadixTree, pools: PagePools) -> dict[tuple[Tier, Part], PoolSta
 
 def tree_view(tree: RadixTree, limit: int) -> TreeView:
     """The first `limit` nodes, depth first, the longest unused siblings last. Cost: the nodes shown, and their
-    siblings."""
+    siblings, sorted twice."""
     shown: list[NodeView] = []
     for name, root in sorted(tree.roots.items()):
-        pending = [(child, 0) for child in _recent_last(root)]
+        pending = [(child, 0, sorted(root.children)) for child in _recent_last(root)]
         while pending and len(shown) < limit:
-            node, depth = pending.pop()
-            shown.append(_node_view(node, depth, name, tree.clock))
-            pending.extend((child, depth + 1) for child in _recent_last(node))
+            node, depth, keys = pending.pop()
+            shown.append(_node_view(node, depth, name, tree.clock, _alike(node.key, keys)))
+            keys = sorted(node.children)
+            pending.extend((child, depth + 1, keys) for child in _recent_last(node))
     return TreeView(nodes=tuple(shown), total=len(tree.arena))
 
 
@@ -89,14 +94,24 @@ def _recent_last(node: Node) -> list[Node]:
     return sorted(node.children.values(), key=lambda child: (child.last_use, child.id))
 
 
-def _node_view(node: Node, depth: int, namespace: str, now: int) -> NodeView:
+def _alike(key: bytes, keys: Sequence[bytes]) -> int:
+    """Tokens that a node's first page begins with as that of another of these siblings does; `keys` is sorted, so it is
+    the next on one side."""
+    at = bisect_left(keys, key)
+    beside = (*keys[max(at - 1, 0) : at], *keys[at + 1 : at + 2])
+    mine = np.frombuffer(key, np.int32)
+    return max((int(np.argmax(mine != np.frombuffer(other, np.int32))) for other in beside), default=0)
+
+
+def _node_view(node: Node, depth: int, namespace: str, now: int, alike: int) -> NodeView:
     return NodeView(
         id=node.id,
         depth=depth,
         namespace=namespace,
         start=node.start,
         end=node.end,
-        head=tuple(node.token_ids()[:HEAD_TOKENS].tolist()),
+        head_start=node.start + alike,
+        head=tuple(node.token_ids()[alike : alike + HEAD_TOKENS].tolist()),
         pages=_page_counts(node),
         pins=node.pins,
         swa_pins=sum(node.window_pins),

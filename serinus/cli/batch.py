@@ -14,6 +14,7 @@ from serinus.cli.parser import Command, Parser, UsageProblem, add_settings, make
 from serinus.cli.shape import check_shape
 from serinus.core.config import ServeConfig
 from serinus.core.log import setup_logging
+from serinus.models import check_path
 
 
 def _parser(command: Command) -> Parser:
@@ -45,6 +46,7 @@ def run(command: Command, words: Sequence[str]) -> int:
     total = line_count(arguments.input_file)  # says that there is no such file before an engine is loaded
     answered, bad = done_before(arguments.output_file)
     if not arguments.url:
+        check_path(config.model.model_path)
         check_shape(config)
     setup_logging(config.server.log_level, "batch", config.server.log_format)
     from serinus.cli.batch_run import answer_all

@@ -10,7 +10,6 @@ from serinus.cli.ask import ask_server, asking_parser, read_asked
 from serinus.cli.parser import Command
 
 _TIERS = (("device", "device"), ("host", "host"))
-_HEAD_WIDTH = 40
 _GB = 10**9
 
 
@@ -87,15 +86,13 @@ def _node_text(node: dict[str, Any], size: int) -> str:
         full, swa = node["pages"].get(tier, 0), node["pages"].get(f"{tier}_swa", 0)
         if full or swa:
             held.append(f"{title} {full}{f'+{swa} swa' if swa else ''}")
-    facts = [f"hits {node['hits']}", f"idle {node['idle']}"]
+    facts = [f"hits {node['hits']}", f"idle {node['idle']:,} operations"]
     pins = node["pins"] + node["swa_pins"]
     if pins:
         facts.append(f"pins {node['pins']}{'+' + str(node['swa_pins']) + ' swa' if node['swa_pins'] else ''}")
     if node["busy"]:
         facts.append(f"copies {node['busy']}")
-    head = " ".join(str(token) for token in node["head"])
-    if len(head) > _HEAD_WIDTH:
-        head = head[: _HEAD_WIDTH - 3] + "..."
-    span = f"[{node['start']}, {node['end']})"
+    head = " ".join(map(str, node["head"]))
+    span = f"[{node['start']}, {node['end']}) node {node['id']}: {node['end'] - node['start']:,} tokens"
     where = ", ".join(held) or "nowhere"
-    return f"{span} {node['end'] - node['start']:,} tokens, pages {where}; {', '.join(facts)}: {head}"
+    return f"{span}, pages {where}; {', '.join(facts)}; from {node['head_start']}: {head}"

@@ -197,8 +197,9 @@ def find_command(words: Sequence[str]) -> tuple[Command, list[str]]:
         raise UsageProblem("bench: expected `serinus bench serve`")
     if words[0] == "canary":
         raise UsageProblem("canary: expected `serinus canary selftest` or `serinus canary show`")
-    near = get_close_matches(words[0], [command.name.split()[0] for command in COMMANDS], n=1, cutoff=0.5)
-    hint = f"did you mean `serinus {near[0]}`?" if near else "expected one of those that `serinus --help` lists"
+    names = {word: command.name for command in reversed(COMMANDS) for word in reversed(command.name.split())}
+    near = get_close_matches(words[0], names, n=1, cutoff=0.5)
+    hint = f"did you mean `serinus {names[near[0]]}`?" if near else "expected one of those that `serinus --help` lists"
     raise UsageProblem(f"unknown command {words[0]!r}: {hint}")
 
 

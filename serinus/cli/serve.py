@@ -27,6 +27,7 @@ from serinus.core.config import ServeConfig
 from serinus.core.cores import cores, engine_threads
 from serinus.core.log import get_logger, setup_logging
 from serinus.core.user_secret import user_secret
+from serinus.models import check_path
 from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE, exit_words
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def run(command: Command, words: Sequence[str]) -> int:
         config = obeyed(ServeConfig)
     if not config.model.model_path:
         raise UsageProblem("no model is named, expected a directory or a hub id: serinus serve MODEL")
+    check_path(config.model.model_path)
     check_shape(config)
     threads = engine_threads(config.kernels.threads, len(config.parallel.local_ranks))
     config = replace(config, kernels=replace(config.kernels, threads=threads))

@@ -28,6 +28,7 @@ from serinus.core.errors import ConfigError
 from serinus.core.fleet_settings import RouteSettings
 from serinus.core.free_ports import free_ports
 from serinus.core.log import child_line, get_logger, setup_logging
+from serinus.models import check_path
 
 if TYPE_CHECKING:
     from serinus.front import Fleet, HttpServer, ServerTls
@@ -130,6 +131,7 @@ def run(command: Command, words: Sequence[str]) -> int:
                 raise
             raise ConfigError("--ray: ray is not installed, expected it: pip install 'serinus[ray]'") from err
         return run_on_ray(config, clock, started, arguments.ready_fd)
+    check_path(config.model.model_path)  # on a cluster it may be a path of the nodes alone
     from serinus.front import KeyFile, bind, server_tls
 
     if config.server.api_keys_file:

@@ -97,7 +97,7 @@ class BadSampling(BadRequest):
 class PromptTooLong(BadRequest):
     """The prompt (plus what must be generated) does not fit the context or the KV pool."""
 
-    code: str | int = "context_length_exceeded"
+    code: str | None = "context_length_exceeded"
 
     def __init__(self, field: str, value: Any, expected: str, *, context: int | None) -> None:
         """`context`: tokens that one sequence may have, said in the words by which clients of OpenAI's API know this
@@ -105,7 +105,7 @@ class PromptTooLong(BadRequest):
         known = "" if context is None else f". This model's maximum context length is {context} tokens"
         super().__init__(field, value, expected + known)
         if context is None:
-            self.code = self.status
+            self.code = None
 
 
 class UnknownModel(RequestError):
@@ -114,6 +114,7 @@ class UnknownModel(RequestError):
     status = 404
     kind = "not_found_error"
     code = "model_not_found"
+    field = "model"
 
 
 class Unauthorized(RequestError):

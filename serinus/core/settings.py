@@ -251,8 +251,8 @@ class CacheSettings:
     def _check_storage(self) -> None:
         if (self.hicache_storage_backend == "file") != bool(self.hicache_storage_dir):
             raise ConfigError(
-                f"config: --hicache-storage-backend is {self.hicache_storage_backend!r} with --hicache-storage-dir"
-                f" {self.hicache_storage_dir!r}, expected a folder exactly where it is 'file'"
+                f"config: --hicache-storage-backend is {self.hicache_storage_backend!r} and --hicache-storage-dir"
+                f" {self.hicache_storage_dir!r}, expected 'file' and a folder, or neither flag"
             )
 
 

@@ -72,12 +72,12 @@ def error_handlers() -> dict[int | type[Exception], Callable[[Request, Exception
         else:
             message = f"{request.method} {request.url.path}: {err.detail}"
         kind = "not_found_error" if err.status_code == 404 else "invalid_request_error"
-        body = error_json(message, kind, code=err.status_code)
+        body = error_json(message, kind)
         headers = {REQUEST_ID_HEADER: request_id_of(request.scope), **(err.headers or {})}
         return Response(body, err.status_code, headers, "application/json")
 
     async def bug(request: Request, err: Exception) -> Response:
-        body = error_json(f"front: {type(err).__name__}, see the server's log", "internal_server_error", code=500)
+        body = error_json(f"front: {type(err).__name__}, see the server's log", "internal_server_error")
         return Response(body, 500, media_type="application/json")
 
     return {HTTPException: http_error, Exception: bug}

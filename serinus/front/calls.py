@@ -260,9 +260,10 @@ class Call:
         if sequence is None:
             return None
         if delta.finish is FinishReason.ERROR:
-            sequence.failure = RequestFailed(
-                delta.error or "engine: the request failed", delta.error_status, delta.wrong_token
-            )
+            said = delta.error or "engine: the request failed"
+            if delta.error_status >= 500:  # there is more of it in the logs, under this id
+                said = f"{said}; request {delta.rid}"
+            sequence.failure = RequestFailed(said, delta.error_status, delta.wrong_token)
             if not self._fail_alone:
                 raise sequence.failure
             del self._open[delta.rid]

@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 
 from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
-from serinus.front.exchange import CHUNK_WRITER, error_json
+from serinus.front.exchange import CHUNK_WRITER, UNAVAILABLE, error_json
 
 _log = get_logger("front")
 
@@ -234,7 +234,7 @@ class HttpConnection(H11Protocol):
 
 def _answer(status: int, phrase: str, kind: str, message: str) -> bytes:
     """A whole answer, after which the connection is closed."""
-    body = error_json(message, kind, code=status)
+    body = error_json(message, kind, code=UNAVAILABLE if status == 503 else None)
     head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
     return head.encode() + b"retry-after: 1\r\nconnection: close\r\n\r\n" + body
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
@@ -24,6 +24,8 @@ _T = TypeVar("_T")
 REQUEST_ID_HEADER = "x-request-id"
 """Names a request in its answer and in the logs of all that it passed through; the client's own, or one made here."""
 _REQUEST_ID_MAX = 128
+UNAVAILABLE: Final = "service_unavailable"
+"""The `code` of errors with status 503; of those of a stream nothing else says the status."""
 CHUNK_WRITER = "serinus.write_chunk"
 """In a connection's ASGI state: what sends a piece of an answer in chunks, and says whether it could. A shorter way."""
 
@@ -44,7 +46,7 @@ class ErrorInfo(msgspec.Struct):
     message: str
     type: str
     param: str | None
-    code: str | int | None
+    code: str | None
 
 
 class ErrorAnswer(msgspec.Struct):
@@ -55,21 +57,20 @@ class ErrorAnswer(msgspec.Struct):
     """Of /v1/messages, as Anthropic has it."""
 
 
-def error_json(message: str, kind: str, *, param: str | None = None, code: str | int | None = None) -> bytes:
+def error_json(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> bytes:
     """{"error": {"message", "type", "param", "code"}}."""
     return _ENCODER.encode(ErrorAnswer(ErrorInfo(message, kind, param, code)))
 
 
 def error_of(err: SerinusError) -> tuple[int, bytes]:
     """HTTP status and JSON of an error."""
-    param = getattr(err, "field", None)
-    if isinstance(err, RequestError):
-        return err.status, error_json(str(err), err.kind, param=param, code=getattr(err, "code", err.status))
-    if isinstance(err, CapacityError):
-        return err.status, error_json(str(err), err.kind, code=err.status)
-    if isinstance(err, PeerError):
-        return 503, error_json(str(err), "service_unavailable_error", code=503)
-    return 500, error_json(str(err), "internal_server_error", code=500)
+    status, kind = 500, "internal_server_error"
+    if isinstance(err, (RequestError, CapacityError)):
+        status, kind = err.status, err.kind
+    elif isinstance(err, PeerError):
+        status, kind = 503, "service_unavailable_error"
+    code = getattr(err, "code", UNAVAILABLE if status == 503 else None)
+    return status, error_json(str(err), kind, param=getattr(err, "field", None), code=code)
 
 
 def header_of(scope: Scope, name: str) -> str:

@@ -48,7 +48,8 @@ async def generate(front: Front, exchange: HttpExchange) -> None:
     front.check_count(field, count)
     samplings = _spread("sampling_params", body.sampling_params, count, NativeSampling())
     rids = _spread("rid", body.rid, count, "") if isinstance(body.rid, list) or count == 1 else [""] * count
-    request_id = body.rid if isinstance(body.rid, str) and count > 1 else rids[0] if single and rids[0] else new_rid()
+    given = body.rid if isinstance(body.rid, str) and count > 1 else rids[0] if single else ""
+    request_id = given or new_rid("gen")
     wanted = _logprob_requests(body, count)
     params: list[SamplingParams] = []
     for sampling, want in zip(samplings, wanted, strict=True):

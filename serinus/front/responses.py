@@ -160,7 +160,7 @@ class _ResponseRenderer(BlockRenderer):
         )
 
     def failed(self, error: dict[str, Any]) -> bytes:
-        code = error["code"] if isinstance(error["code"], str) else error["type"]
+        code = error["code"] or error["type"]
         flat = {"code": code, "message": error["message"], "param": error["param"]}
         self._count += 1
         told = named_event("error", {"sequence_number": self._count - 1, **flat, "error": error})

@@ -29,7 +29,7 @@ from serinus.front.backoff import Backoff
 from serinus.front.client import BROKE_HEADER
 from serinus.front.dashboard import answer_page
 from serinus.front.dashboard_fleet import FleetDashboard
-from serinus.front.exchange import REQUEST_ID_HEADER, ClientGone, HttpExchange
+from serinus.front.exchange import REQUEST_ID_HEADER, UNAVAILABLE, ClientGone, HttpExchange
 from serinus.front.exposition import answer_scrape
 from serinus.front.fleet import Fleet, FleetEngine, NoEngineAlive, engine_secrets, reason_of
 from serinus.front.info import cache_limit
@@ -51,7 +51,7 @@ _BREAKS_MAX = 2
 """Engines that may break under one request."""
 _PASSED_ON = ("content-type", "accept", "user-agent")
 """Request headers the engines get to see; never a client's own `x-serinus-*`."""
-_LOST = b'"code":503}}\n\n'
+_LOST = f'"code":"{UNAVAILABLE}"}}}}\n\n'.encode()
 """Ends the error event of an engine that broke when its stream had begun; in a text every quote is escaped."""
 _TOKENS = f": {TOKENS_HEADER} ".encode()
 """Begins the comment that says the tokens of a stream; in a text every line break is escaped."""

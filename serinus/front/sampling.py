@@ -194,17 +194,20 @@ def check_limits(field: str, length: int, params: SamplingParams, ready: Ready, 
 
     Raises BadRequest, PromptTooLong, BadSampling.
     """
-    if length >= ready.context_length:
-        expected = f"at most {ready.context_length - 1} tokens (the context holds {ready.context_length})"
-        raise PromptTooLong(field, f"{length} tokens", expected, context=ready.context_length)
-    if length >= ready.max_total_tokens:
-        expected = f"at most {ready.max_total_tokens - 1} tokens (the KV pool holds {ready.max_total_tokens})"
-        raise PromptTooLong(field, f"{length} tokens", expected, context=ready.max_total_tokens)
     room, asked = ready.context_length - length, params.max_new_tokens
+    wanted = f"{limit_field} is {asked}" if limit_field and asked is not None else "the answer needs 1"
+
+    def counted(what: str, bound: int, flag: str) -> str:
+        return f"the prompt has {length}, {wanted}, {what} holds {bound} for both ({flag}); shorten the prompt"
+
+    context = ("the context", ready.context_length, "--context-length")
+    for what in (context, ("the KV pool", ready.max_total_tokens, "--max-total-tokens")):
+        if length >= (bound := what[1]):
+            raise PromptTooLong(field, length, f"{_at_most(bound - 1)}: {counted(*what)}", context=bound)
     default = ready.sampling_defaults.get("max_new_tokens")  # not asked for: what there is room for is enough
     if limit_field and asked is not None and asked > room and asked != default:
-        expected = f"at most {room}: the prompt has {length} tokens, the context holds {ready.context_length}"
-        raise PromptTooLong(limit_field, params.max_new_tokens, expected, context=ready.context_length)
+        expected = f"at most {room}: {counted(*context)} or lower {limit_field}"
+        raise PromptTooLong(limit_field, asked, expected, context=ready.context_length)
     if params.min_new_tokens > room:
         raise BadSampling("min_tokens", params.min_new_tokens, f"at most {room}, what the context has left")
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):

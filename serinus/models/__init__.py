@@ -10,7 +10,7 @@ from serinus.core.lazy import lazy_names
 if TYPE_CHECKING:
     from serinus.models.batch import ForwardBatch, HostBatch
     from serinus.models.hooks import ForwardHook, NullHook, Put, compose_hooks
-    from serinus.models.hub import resolve
+    from serinus.models.hub import check_path, resolve
     from serinus.models.loader import Model, choose_dtype, choose_kv_dtype, load_model
     from serinus.models.rope_fields import RopeSpec
     from serinus.models.small_checkpoints import make_checkpoint, make_toy
@@ -30,6 +30,7 @@ __all__ = [
     "Put",
     "RopeSpec",
     "TensorDigests",
+    "check_path",
     "choose_dtype",
     "choose_kv_dtype",
     "compose_hooks",
@@ -47,7 +48,7 @@ __getattr__ = lazy_names(
     __name__,
     batch="ForwardBatch HostBatch",
     hooks="ForwardHook NullHook Put compose_hooks",
-    hub="resolve",
+    hub="check_path resolve",
     loader="Model choose_dtype choose_kv_dtype load_model",
     small_checkpoints="make_checkpoint make_toy",
     rope_fields="RopeSpec",

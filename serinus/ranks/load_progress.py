@@ -24,7 +24,10 @@ class LoadProgress:
         if now - self._last >= _EVERY_S:
             self._last = now
             percent = 100 * done // max(total, 1)
-            _log.info("loading weights: %d %%, %.1f of %.1f GB%s", percent, done / 1e9, total / 1e9, self._rate(now))
+            scale, unit = (1e9, "GB") if total >= 1e8 else (1e6, "MB")
+            _log.info(
+                "loading weights: %d %%, %.1f of %.1f %s%s", percent, done / scale, total / scale, unit, self._rate(now)
+            )
 
     def end(self) -> None:
         """All weights are packed."""

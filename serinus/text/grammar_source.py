@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from serinus.core.errors import BadRequest
 from serinus.core.grammar import Grammar
-from serinus.text.structural_tag import json_of, json_options, json_rule, lark_of_ebnf, literal, tag_rules
+from serinus.text.structural_tag import json_of, json_rule, lark_of_ebnf, literal, schema_with_options, tag_rules
 
 
 def library_source(grammar: Grammar, special_ids: Mapping[str, int]) -> str:
@@ -20,11 +19,9 @@ def library_source(grammar: Grammar, special_ids: Mapping[str, int]) -> str:
 
     matcher, kind, text = llguidance.LLMatcher, grammar.kind, grammar.text
     if kind == "json_object":
-        return str(matcher.grammar_from_json_schema('{"type":"object"}', json_options({})))
+        return str(matcher.grammar_from_json_schema(schema_with_options({"type": "object"})))
     if kind == "json_schema":
-        schema = _schema(text)
-        options = None if isinstance(schema, dict) and "x-guidance" in schema else json_options(schema)
-        return str(matcher.grammar_from_json_schema(_as_object(text, schema), options))
+        return str(matcher.grammar_from_json_schema(schema_with_options(_schema(text))))
     if kind == "regex":
         return str(matcher.grammar_from_regex(text))
     if kind == "lark":
@@ -61,11 +58,6 @@ def _schema(text: str) -> dict[str, Any] | bool:
     if not isinstance(schema, (dict, bool)):
         raise BadRequest("grammar", schema, "a JSON Schema: an object, true or false")
     return schema
-
-
-def _as_object(text: str, schema: Any) -> str:
-    """The library takes no schema that is `true` or `false` alone."""
-    return text if isinstance(schema, dict) else json.dumps({"allOf": [schema]})
 
 
 def _alternatives(text: str) -> str:

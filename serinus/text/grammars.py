@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from serinus.core.errors import BadRequest, RequestError
 from serinus.core.grammar import GRAMMAR_NAMES, Grammar
 from serinus.text.grammar_source import library_source
+from serinus.text.refusal_words import refusal_words
 from serinus.text.schema_words import where_in
 from serinus.text.tokenizer import Tokenizer
 
@@ -226,5 +227,6 @@ def _wrong(grammar: Grammar, said: str) -> BadRequest:
     """The library's reason as the client reads it: where the grammar is wrong, and why."""
     reason = " ".join(line.strip() for line in said.strip().splitlines() if line.strip())[:_REASON_CHARS]
     place = where_in(grammar.text, reason) if grammar.kind == "json_schema" else ""
+    words = refusal_words(said, own_rules=grammar.kind == "lark")
     expected = f"{GRAMMAR_NAMES[grammar.kind]} that can be enforced"
-    return BadRequest("grammar", place or grammar.text, f"{expected}: {reason}")
+    return BadRequest("grammar", place or grammar.text, f"{expected}: {words[:_REASON_CHARS]}")

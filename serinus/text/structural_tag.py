@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serinus.core.errors import BadRequest
+from serinus.text.refusal_words import refusal_words
 
-_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Whitespace between tokens of JSON: more is of no use, and a model could write it for ever."""
+_SPACE = r"[\x20\x0A\x09]{1,32}"
+"""Whitespace between tokens of JSON, the characters of xgrammar (vLLM, SGLang): no carriage return. More is of no use,
+and a model could write it for ever."""
 _DEPTH_MAX = 32
 _REPEATS_MAX = 1000
 _ANY = "ANY_TEXT: /(.|\\n)*/"
@@ -42,16 +44,19 @@ def tag_rules(text: str, special_ids: Mapping[str, int], start: str) -> str:
 
 def json_rule(schema: dict[str, Any] | bool) -> str:
     """A JSON Schema as the body of a rule of Lark."""
+    return f"%json {schema_with_options(schema)}"
+
+
+def schema_with_options(schema: dict[str, Any] | bool) -> str:
+    """A JSON Schema as the library takes it: an object that has the options beside; its own come first."""
     held = schema if isinstance(schema, dict) else {"allOf": [schema]}
-    return f"%json {json.dumps({'x-guidance': json_options(schema), **held}, ensure_ascii=False)}"
-
-
-def json_options(schema: Any) -> Any:
-    """The options of the library for a schema that has none of its own."""
-    options: dict[str, Any] = {"whitespace_pattern": _SPACE}
+    own: Any = held.get("x-guidance", {})
+    if not isinstance(own, dict):
+        return json.dumps(held)  # the library refuses it
+    options: dict[str, Any] = {} if "whitespace_flexible" in own else {"whitespace_pattern": _SPACE}
     if _has_discriminator(schema):  # the branches of its `oneOf` exclude each other, as in OpenAPI
         options["coerce_one_of"] = True
-    return options
+    return json.dumps({**held, "x-guidance": {**options, **own}})
 
 
 def _has_discriminator(schema: Any) -> bool:
@@ -89,7 +94,9 @@ def lark_of_ebnf(ebnf: str) -> str:
     try:
         return str(any_to_lark(ebnf))
     except Exception as error:  # that parser has no error of its own for half of what it refuses
-        raise BadRequest("grammar", ebnf, f"EBNF, rules `name ::= ...` with a `root` ({error})") from error
+        raise BadRequest(
+            "grammar", ebnf, f"EBNF, rules `name ::= ...` with a `root`: {refusal_words(str(error))}"
+        ) from error
 
 
 def _any_of(texts: Sequence[str]) -> str:

@@ -423,6 +423,17 @@ def test_the_tree_view_is_bounded_and_says_where_things_are() -> None:
     assert nodes[0].head == tuple(range(8))
 
 
+def test_the_view_shows_of_siblings_what_tells_them_apart() -> None:
+    """Branches may begin alike for nearly a page: their first tokens would show the same of each."""
+    shop = hosted()
+    for name, page in (("a", (1, 2, 3, 4)), ("b", (1, 2, 3, 5)), ("c", (1, 9, 3, 4)), ("d", (7, 8, 9, 9))):
+        shop.serve(name, np.array(page * 2, np.int32))
+    nodes = shop.cache.tree_view(10).nodes
+    assert {each.head_start: each.head[:1] for each in nodes if each.head[0] in (9, 7)} == {1: (9,), 0: (7,)}
+    assert sorted((each.head_start, each.head[0]) for each in nodes) == [(0, 7), (1, 9), (3, 4), (3, 5)]
+    assert len({(each.head_start, each.head) for each in nodes}) == 4
+
+
 def test_the_incremental_check_goes_round_and_finds_what_is_wrong() -> None:
     shop = hosted()
     for at in (0, 100, 200):

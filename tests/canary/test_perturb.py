@@ -184,7 +184,7 @@ def test_a_fault_that_finds_no_victim_says_so_once(tmp_path: Path, caplog: pytes
     said = [record.getMessage() for record in caplog.records if "not injected" in record.getMessage()]
     assert len(said) == 1
     assert "mode=real_kv_unused_cache" in said[0]
-    assert said[0].endswith("skipped because no page is cached that is free and was not damaged before")
+    assert said[0].endswith("because no undamaged page is cached and free of requests now; later steps are tried")
 
 
 def test_plans_that_could_never_be_found_are_refused() -> None:

@@ -17,7 +17,8 @@ from serinus.testing.small_tokenizers import make_byte_tokenizer
 
 def node(depth: int, start: int, end: int, *, namespace: str = "", **more: Any) -> dict[str, Any]:
     pages = {"device": (end - start) // 16}
-    plain = {"head": [1, 2, 3], "pages": pages, "pins": 0, "swa_pins": 0, "hits": 4, "idle": 9, "busy": 0}
+    plain: dict[str, Any] = {"id": 17, "head_start": start, "head": [1, 2, 3], "pages": pages}
+    plain |= {"pins": 0, "swa_pins": 0, "hits": 4, "idle": 9, "busy": 0}
     return {"depth": depth, "namespace": namespace, "start": start, "end": end, **plain, **more}
 
 
@@ -58,12 +59,14 @@ def test_the_tree_says_what_lies_where() -> None:
         " 32 in quarantine, 16 retired",
         "  storage               12 pages, 3.500 GB; removed for room 2, found bad 1",
         "  tree: 9 nodes, the first 5 of them",
-        "    [0, 1024) 1,024 tokens, pages device 64; hits 4, idle 9, pins 2: 100000 100001 100002 100003 100004 10...",
-        "    ├─ [1024, 1056) 32 tokens, pages device 2+1 swa, host 2; hits 4, idle 9, copies 1: 1 2 3",
-        "    │  └─ [1056, 1072) 16 tokens, pages host 1; hits 4, idle 9: 1 2 3",
-        "    └─ [1024, 1040) 16 tokens, pages nowhere; hits 4, idle 9: 1 2 3",
+        "    [0, 1024) node 17: 1,024 tokens, pages device 64; hits 4, idle 9 operations, pins 2; from 0: 100000 100001"
+        " 100002 100003 100004 100005 100006 100007",
+        "    ├─ [1024, 1056) node 17: 32 tokens, pages device 2+1 swa, host 2; hits 4, idle 9 operations, copies 1;"
+        " from 1024: 1 2 3",
+        "    │  └─ [1056, 1072) node 17: 16 tokens, pages host 1; hits 4, idle 9 operations; from 1056: 1 2 3",
+        "    └─ [1024, 1040) node 17: 16 tokens, pages nowhere; hits 4, idle 9 operations; from 1024: 1 2 3",
         "  namespace 'tenant\\x1b[31m'",
-        "    [0, 16) 16 tokens, pages device 1; hits 4, idle 9: 1 2 3",
+        "    [0, 16) node 17: 16 tokens, pages device 1; hits 4, idle 9 operations; from 0: 1 2 3",
     ]
 
 

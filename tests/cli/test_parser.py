@@ -165,6 +165,7 @@ def test_the_model_may_stand_alone_or_behind_its_flag_but_not_be_two() -> None:
         (["doctor", "--fast"], "unknown flag --fast"),
         (["demo", "--backend", "carrier"], "carrier"),
         (["srve"], "did you mean `serinus serve`?"),
+        (["selftest"], "did you mean `serinus canary selftest`?"),
     ],
 )
 def test_a_wrong_command_line_ends_with_2_and_one_clear_sentence(

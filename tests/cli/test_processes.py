@@ -196,8 +196,23 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(words: tuple[str, ...],
 def test_a_checkpoint_that_is_not_there_ends_with_2_and_its_name(command: str) -> None:
     code, err = refused(command, "./no-such-checkpoint", "--port", "0")
     assert code == 2
-    assert "no directory './no-such-checkpoint'" in err
-    assert "Traceback" not in err
+    assert err.splitlines() == [
+        f"serinus {command}: models: no directory './no-such-checkpoint', expected a directory with config.json, "
+        "a GGUF file (*.gguf) or a hub id such as org/name"
+    ]
+
+
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_a_path_that_is_no_checkpoint_is_refused_before_a_port_is_bound(
+    command: str, tmp_path: Path, taken_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine would be started behind the port."""
+    for path, wrong in ((tmp_path, "has no config.json"), (tmp_path / "none.gguf", "no file")):
+        assert main([command, str(path), "--port", str(taken_port)]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert str(path) in said
+        assert wrong in said
+        assert "port" not in said
 
 
 # ---- a running server -------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_bad_requests_are_refused_in_words(guarded: Server, name: str) -> None:
     error = answer.json()["error"]
     assert all(word in f"{error['message']} {error['param']}" for word in words), error
     code = {"longer": "context_length_exceeded", "unknown model": "model_not_found"}
-    assert error["code"] == next((text for start, text in code.items() if name.startswith(start)), status)
+    assert error["code"] == next((text for start, text in code.items() if name.startswith(start)), None)
 
 
 @pytest.mark.parametrize("key", ["", "wrong", "boss-and-more"])

@@ -233,7 +233,7 @@ def test_a_message_that_breaks_midway_ends_with_anthropics_error(
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"max_output_tokens": 9999}, "max_output_tokens", "at most"),
         ({"text": {"format": 3}}, "text.format", "json_schema"),
-        ({"model": "other"}, None, "expected 'canary'"),
+        ({"model": "other"}, "model", "expected 'canary'"),
     ],
 )  # fmt: skip
 def test_a_wrong_response_is_refused_in_words(
@@ -241,7 +241,7 @@ def test_a_wrong_response_is_refused_in_words(
 ) -> None:
     response = scripted[0].post("/v1/responses", {"input": "x", **change})
     error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (404 if field is None else 400, field), response.text
+    assert (response.status_code, error["param"]) == (404 if field == "model" else 400, field), response.text
     assert said in error["message"]
 
 

@@ -11,12 +11,26 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serinus.core.errors import BadRequest, ConfigError
+from serinus.core.errors import (
+    BadRequest,
+    CapacityError,
+    ConfigError,
+    InvariantError,
+    PeerError,
+    RateLimited,
+    SerinusError,
+    Unauthorized,
+    UnknownModel,
+)
 from serinus.front import bind
+from serinus.front.calls import RequestFailed
+from serinus.front.exchange import error_of as error_body
 from serinus.front.parse import parse_body
 from serinus.front.proofs import proof_of
 from serinus.front.schemas import ChatBody, CompletionBody, GenerateBody
 from serinus.testing.running_front import RunningFront
+
+CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(autouse=True)
@@ -84,12 +98,12 @@ def test_a_body_that_cannot_be_read_is_explained(front: RunningFront, raw: bytes
         ({"prompt": []}, "prompt", "none empty"),
         ({"prompt": [[]]}, "prompt", "none empty"),
         ({"prompt": ["x", 1]}, "prompt", "one kind only"),
-        ({"prompt": "x" * 300}, "prompt", "got '300 tokens', expected at most 255 tokens"),
+        ({"prompt": "x" * 300}, "prompt", "got 300, expected at most 255 tokens: the prompt has 300, the answer"),
         ({"prompt": [267]}, "prompt", "got 267, expected token ids from 0 to 266"),
         ({"prompt": [-1]}, "prompt", "got -1"),
         ({"max_tokens": 0}, "max_tokens", "got 0, expected at least 1, or 0 together with echo"),
         ({"max_tokens": -5}, "max_tokens", "got -5"),
-        ({"max_tokens": 256}, "max_tokens", "at most 255: the prompt has 1 tokens, the context holds 256"),
+        ({"max_tokens": 256}, "max_tokens", "got 256, expected at most 255: the prompt has 1"),
         ({"max_tokens": 10**30}, "max_tokens", "at most 255"),
         ({"temperature": -0.1}, "temperature", "got -0.1"),
         ({"top_p": 1.01}, "top_p", "above 0, at most 1"),
@@ -168,9 +182,24 @@ def test_what_does_not_fit_the_context_is_said_in_the_words_that_clients_look_fo
         assert "This model's maximum context length is 256 tokens" in error["message"]
 
 
+def test_what_is_too_long_is_said_with_all_that_is_counted_and_what_to_change(front: RunningFront) -> None:
+    """With a limit of its own, without one, and where only the answer is too long."""
+    holds = "the context holds 256 for both (--context-length); shorten the prompt"
+    chat, text, long = [{"role": "user", "content": "x" * 300}], [1] * 200, [1] * 300
+    for path, body, said in (
+        ("/v1/completions", {"prompt": long, "max_tokens": 16}, "prompt: got 300, expected at most 255 tokens: "
+         f"the prompt has 300, max_tokens is 16, {holds}"),
+        ("/v1/completions", {"prompt": text, "max_tokens": 100}, "max_tokens: got 100, expected at most 56: "
+         f"the prompt has 200, max_tokens is 100, {holds} or lower max_tokens"),
+        (CHAT, {"messages": chat}, f"the answer needs 1, {holds}"),
+    ):  # fmt: skip
+        _, error = error_of(front, json.dumps(body).encode(), path)
+        assert f"{said}. This model's maximum context length is 256 tokens" in error["message"]
+
+
 def test_a_text_that_is_too_long_to_be_counted_says_nothing_of_the_context(front: RunningFront) -> None:
     status, error = error_of(front, json.dumps({"prompt": "x" * 20_000_000}).encode(), "/tokenize")
-    assert (status, error["code"]) == (400, 400)
+    assert (status, error["code"]) == (400, None)
     assert "maximum context" not in error["message"]
 
 
@@ -186,8 +215,23 @@ def test_an_unknown_model_is_not_found(front: RunningFront) -> None:
         response = front.post(path, {"model": "gpt-9", "prompt": "x", "messages": [{}], "text": "x"})
         assert response.status_code == 404
         assert "expected 'canary'" in response.json()["error"]["message"]
-        assert response.json()["error"]["code"] == "model_not_found"
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert front.http.get("/v1/models/gpt-9").status_code == 404
+
+
+def test_the_code_of_an_error_is_a_text_or_null_whatever_the_error() -> None:
+    """OpenAI's clients read it as such; the status is the HTTP answer's."""
+    errors: list[SerinusError] = [
+        BadRequest("n", 0, "at least 1"), UnknownModel("model: got 'x'"), Unauthorized("key"), RateLimited("enough"),
+        CapacityError("no room"), PeerError("gone"), InvariantError("broken"), RequestFailed("KV integrity", 500),
+        RequestFailed("leaving", 503), RequestFailed("KV integrity", 500, wrong_token=3),
+    ]  # fmt: skip
+    codes = [json.loads(error_body(each)[1])["error"]["code"] for each in errors]
+    assert codes == [
+        None, "model_not_found", None, "rate_limit_exceeded", "service_unavailable", "service_unavailable", None, None,
+        "service_unavailable", "kv_integrity",
+    ]  # fmt: skip
 
 
 def test_unknown_fields_are_ignored_and_null_is_nothing(front: RunningFront) -> None:

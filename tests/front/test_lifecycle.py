@@ -231,7 +231,7 @@ def test_a_stream_whose_engine_dies_ends_with_an_error_event(
             front.client.engine_gone("gone")
             lines.extend(rows)
         assert lines[-1] == "data: [DONE]"
-        assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == 503
+        assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "service_unavailable"
 
 
 def test_a_frame_that_cannot_be_read_fails_the_open_answers_and_is_counted(

@@ -41,7 +41,7 @@ def test_an_answer_without_a_limit_ends_with_the_context(front: RunningFront) ->
     assert answer["meta_info"]["prompt_tokens"] == 200
     refused = front.post("/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": 128}}).json()["error"]
     assert (refused["param"], refused["code"]) == ("max_new_tokens", "context_length_exceeded")
-    assert "at most 56: the prompt has 200 tokens, the context holds 256" in refused["message"]
+    assert "at most 56: the prompt has 200, max_new_tokens is 128, the context holds 256" in refused["message"]
     refused = front.post("/generate", {"input_ids": ids, "sampling_params": {"max_tokens": 57}}).json()["error"]
     assert refused["param"] == "max_tokens"
     short = front.post("/v1/completions", {"model": "canary", "prompt": ids + ids[:50]})  # 16 by default
@@ -230,12 +230,33 @@ def test_a_prompt_of_a_batch_that_fails_leaves_the_others_their_answers(byte_fol
     first, bad, last = whole.json()
     assert first["output_ids"] == fake_continue([1, 2], 4, vocab_size=267)
     assert last["output_ids"] == fake_continue([4, 5], 4, vocab_size=267)
-    assert bad["error"]["message"] == "KV integrity: convicted"
-    assert (bad["error"]["type"], bad["error"]["code"]) == ("internal_server_error", 500)
+    assert bad["error"]["message"] == f"KV integrity: convicted; request {bad['meta_info']['id']}"
+    assert (bad["error"]["type"], bad["error"]["code"]) == ("internal_server_error", None)
     assert bad["meta_info"]["id"].endswith("-1")
     final = {each["index"]: each for each in streamed}
     assert [final[i]["output_ids"] for i in (0, 2)] == [first["output_ids"], last["output_ids"]]
-    assert final[1]["error"] == bad["error"]
+    assert final[1]["error"]["message"] == f"KV integrity: convicted; request {final[1]['meta_info']['id']}"
     for answer in (alone, all_fail):
         assert answer.status_code == 500, "nothing was answered"
-        assert answer.json()["error"]["message"] == "KV integrity: convicted"
+        assert answer.json()["error"]["message"].startswith("KV integrity: convicted; request gen-")
+
+
+def test_a_500_names_the_id_by_which_the_logs_have_its_request(
+    byte_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine's id, which answers have as `id`: not that of the HTTP request, which has another beginning."""
+    engine = FakeEngine(endpoint=f"ipc://{tmp_path}/e", vocab_size=267, convicts=(66,))
+    settings = front_settings(model_path=str(byte_folder), served_model_name="canary")
+    asks = (("/generate", {"input_ids": [66, 3]}), ("/v1/completions", {"prompt": [66, 3], "rid": "mine"}))
+    said: dict[str, str] = {}
+    with running_front(settings, engine) as front, caplog.at_level("INFO", logger="serinus"):
+        for path, ask in asks:
+            answer = front.post(path, ask)
+            said[answer.json()["error"]["message"].partition("; request ")[2]] = answer.headers["x-request-id"]
+        assert list(said) == [m.request.rid for m in front.engine.received if isinstance(m, Generate)]
+    logged = {getattr(each, "rid", ""): getattr(each, "x_request_id", "") for each in caplog.records}
+    assert {rid: logged.get(rid) for rid in said} == said
+    generated, mine = said
+    assert generated.startswith("gen-")
+    assert mine == "mine"
+    assert all(each.startswith("req-") for each in said.values())

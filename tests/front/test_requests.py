@@ -152,7 +152,7 @@ def test_what_fails_after_a_sign_of_life_is_an_event(byte_folder: Path, new_endp
             assert next(lines) == ": keep-alive"
             front.client.engine_gone("it broke")
             *_, error, _, done, _ = list(lines)
-        assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "service_unavailable"
         assert done == "data: [DONE]"
 
 

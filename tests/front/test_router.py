@@ -221,7 +221,7 @@ def test_a_stream_that_breaks_midway_ends_with_an_error_event(route: Any) -> Non
             came += b"".join(parts)
         rows = [row for row in came.decode().split("\n") if row]
         assert rows[-1] == "data: [DONE]"
-        assert json.loads(rows[-2].removeprefix("data: "))["error"]["code"] == 503
+        assert json.loads(rows[-2].removeprefix("data: "))["error"]["code"] == "service_unavailable"
         assert all(json.loads(row.removeprefix("data: ")) for row in rows[:-1])
 
 
@@ -373,5 +373,5 @@ def test_a_stream_without_a_token_ends_with_the_reason_when_all_engines_died(rou
             first.client.engine_gone("killed")
             events = [row for row in b"".join(parts).decode().split("\n\n") if row.strip()]
         error, done = events
-        assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "service_unavailable"
         assert done == "data: [DONE]"

@@ -227,13 +227,15 @@ def test_an_unknown_load_format_is_refused(broken: Path) -> None:
 
 
 def test_a_path_that_is_a_file_is_refused(broken: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is a file, expected a directory, a file \*.gguf or a hub id"):
+    with pytest.raises(
+        ConfigError, match=r"is a file, expected a directory with config.json, a GGUF file .* or a hub id"
+    ):
         resolve(str(broken / "config.json"))
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/no/such/dir", "a/b/c", "org/na me", ""])
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/dir", "a/b/c", "org/na me", "none.gguf", ""])
 def test_what_is_neither_directory_nor_hub_id_is_refused_without_asking_the_network(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"no directory .*expected one, or a hub id"):
+    with pytest.raises(ConfigError, match=r"no (directory|file) .*expected a directory with config.json, .* hub id"):
         resolve(name)
 
 

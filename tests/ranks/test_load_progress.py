@@ -44,6 +44,10 @@ def test_a_long_load_is_told_every_five_seconds_and_a_short_one_once(caplog: pyt
     clock.advance(0.5)
     small.end()
     assert lines(caplog) == ["weights: 4.1 MB in 0.5 s"]
+    slow = LoadProgress(clock)
+    clock.advance(6.0)
+    slow(400_000, 4_100_000)
+    assert lines(caplog) == ["loading weights: 9 %, 0.4 of 4.1 MB"]
     LoadProgress(clock).end()
     assert not lines(caplog), "dummy weights were not read"
 

@@ -134,15 +134,15 @@ def test_a_structural_tag_takes_its_texts(
         ("json_schema", {"items": {"type": "objekt"}}, "grammar", "#/items/type"),
         ("json_schema", {"properties": {"not": {"pattern": "(["}}}, "grammar", "#/properties/not/pattern"),
         ("json_schema", {"anyOf": [{}, {"$ref": "#/x"}]}, "grammar", "#/anyOf/1/$ref"),
-        ("json_schema", {"format": "zip"}, "grammar", "Unknown format: zip"),
+        ("json_schema", {"format": "zip"}, "grammar", "the format 'zip' cannot be enforced"),
         ("json_schema", {"required": 5}, "grammar", "#/required"),
         ("json_schema", False, "grammar", "schema is false"),
         ("json_schema", "[1", "grammar", "valid JSON"),
         ("json_schema", "5", "grammar", "an object, true or false"),
         ("regex", "a(?=b)", "grammar", "look-around"),
-        ("ebnf", 'root ::= "a" foo', "grammar", "Rule 'foo' not found"),
+        ("ebnf", 'root ::= "a" foo', "grammar", "the rule 'foo' is not defined"),
         ("ebnf", "root := x", "grammar", "rules `name ::= ...`"),
-        ("lark", "start: foo", "grammar", 'unknown name: "foo"'),
+        ("lark", "start: foo", "grammar", "the rule 'foo' is not defined"),
         ("choice", ["a", 1], "grammar", "a list of texts"),
         ("structural_tag", {"structures": []}, "grammar", "with `structures` and `triggers`"),
         ("structural_tag", {**TAG, "triggers": ["x"]}, "grammar.format.tags[0].begin", "begins with one of ['x']"),
@@ -159,7 +159,12 @@ def test_a_structural_tag_takes_its_texts(
         ),
         ("structural_tag", {"format": {"type": "grammar", "grammar": "root := x"}}, "grammar", "rules `name ::= ...`"),
         ("structural_tag", {"format": {"type": "or", "elements": []}}, "grammar.format.elements", "at least one"),
-        ("structural_tag", {"format": {"type": "json_schema", "json_schema": {"not": {}}}}, "grammar", '["not"]'),
+        (
+            "structural_tag",
+            {"format": {"type": "json_schema", "json_schema": {"not": {}}}},
+            "grammar",
+            'enforced: "not"',
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_with_its_place(
@@ -185,8 +190,43 @@ def test_a_refusal_names_the_kind_in_words(vocabulary: GrammarVocabulary, kind: 
     assert refused.value.expected.startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("regex", "a(b", "can be enforced: unclosed group (character 2 of the expression, '(b')"),
+        ("regex", r"\b", r"can be enforced: look-around and word boundaries (\b) are not supported"),
+        ("lark", "start: x\nx: y", "can be enforced: line 2: the rule 'y' is not defined"),
+        ("lark", "start x", "can be enforced: line 1: 'x' stands where ':' was expected"),
+        ("lark", "start: /[z-a]/", "line 1: invalid character class range, the start must be <= the end (character 2"),
+        ("lark", 'start: "a', "line 1: a text or an expression has no end, or a character"),
+        ("ebnf", 'root ::= "a"\nfoo bar', "with a `root`: line 2: ::= was expected at 'bar'"),
+        ("ebnf", 'root ::= ("a" | ', "line 1: ')' was expected where the rules end"),
+        ("ebnf", 'r ::= "a"', "the rule `root` is missing"),
+        ("json_schema", '{"type": "num"}', "'num' is no type, expected string, number"),
+        ("json_schema", '{"pattern": "a(b"}', "unclosed group (character 2 of the expression, '(b')"),
+        ("json_schema", '{"minItems": 3, "maxItems": 1, "type": "array"}', "no value can satisfy it: minItems (3) is"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_and_where_without_the_words_of_the_library(
+    vocabulary: GrammarVocabulary, kind: Any, text: str, said: str
+) -> None:
+    with pytest.raises(BadRequest) as refused:
+        vocabulary.begin(Grammar(kind, text))
+    assert said in str(refused.value)
+    assert not re.search(r"at \d+\(|\^|parse error|Expected|\d \| ", refused.value.expected)
+
+
 def test_every_kind_has_a_name() -> None:
     assert list(GRAMMAR_NAMES) == list(get_args(GrammarKind))
+
+
+def test_json_has_the_whitespace_of_other_servers(vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> None:
+    """Space, line feed and tab, as xgrammar has it; no carriage return, also where a schema has other options."""
+    options = '{"type": "object", "x-guidance": {"coerce_one_of": true}}'
+    for grammar in (Grammar("json_object"), Grammar("json_schema", options)):
+        assert taken(vocabulary, tokenizer, grammar, "{ \n\t}") == "{ \n\t}+."
+        assert taken(vocabulary, tokenizer, grammar, "{\r}") == "{|"
+        assert taken(vocabulary, tokenizer, grammar, "{" + " " * 50 + "}") == "{" + " " * 32 + "|"
 
 
 def test_whitespace_between_tokens_of_json_has_an_end(vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> None:

@@ -85,7 +85,7 @@ class Perturber:
         if self._due("real_kv_used") and (place := self._place("real_kv_used")):
             lanes, spared = self._lanes[part], self._damaged_slots()
             done = real_kv.used(self._rngs["real_kv_used"], lanes, checks, place, spared)
-            self._note("real_kv_used", done, "no slot is read that was not damaged before")
+            self._note("real_kv_used", done, "no request reads undamaged KV in this step; later ones are tried")
         if part in self._host and self._due("tier_bytes") and (place := self._place("tier_bytes")):
             rows, pages = self._host[part], self.cached.get(("host", part), np.empty(0, np.int32))
             spared = {done.page for done in self.injections if done.mode == "tier_bytes"}
@@ -94,7 +94,7 @@ class Perturber:
                 "tier_bytes", self._rngs["tier_bytes"], rows, pages, part, self._step, self._shapes[part], place,
                 is_last_whole=True,
             )  # fmt: skip
-            self._note("tier_bytes", done, "the host tier holds no page that was not damaged before")
+            self._note("tier_bytes", done, "the host tier has no undamaged page now; later steps are tried")
 
     def after(self, checks: StepChecks, batch: ForwardBatch) -> None:
         """After the step was stamped: bytes that it wrote."""
@@ -118,7 +118,7 @@ class Perturber:
             pages = self.cached.get(("device", part), np.empty(0, np.int64))
             lanes, size, spared = self._lanes[part], self._shapes[part].page_size, self._damaged_slots()
             done = real_kv.unused_cache(self._rngs[name], lanes, pages, size, step, place, spared)
-            self._note(name, done, "no page is cached that is free and was not damaged before")
+            self._note(name, done, "no undamaged page is cached and free of requests now; later steps are tried")
 
     def outgoing(self, pools: Mapping[Part, PageStore]) -> Mapping[Part, PageStore]:
         """The pools as a handoff reads them: with the mode transfer_bytes, pages are damaged on their way out."""

@@ -1,0 +1,51 @@
+"""The figures of the README: as the kept results have them, with their goals, machines and commits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.table_rows import ROWS, Row
+
+ROOT = Path(__file__).parents[2]
+
+
+def row(*met: str) -> Row:
+    return Row(benchmark="b", what="w", here="h", beside="", goal="g" if met else "", met=met)
+
+
+@pytest.mark.parametrize(
+    ("met", "reached"),
+    [
+        ((), ""),
+        (("{a[x]} <= 2",), "met"),
+        (("{a[x]} < 2",), "missed"),
+        (("{a[x]} >= 1 + {b}",), "met"),
+        (("{a[x]} >= 1", "{b} >= 1.01"), "missed"),
+    ],
+)
+def test_a_goal_is_met_where_all_that_it_asks_for_holds(met: tuple[str, ...], reached: str) -> None:
+    assert row(*met).reached({"a": {"x": 2.0}, "b": 1.0}) == reached
+
+
+def test_each_row_with_a_goal_says_when_it_is_met() -> None:
+    assert [each.what for each in ROWS if bool(each.goal) != bool(each.met)] == []
+
+
+@pytest.mark.slow
+def test_the_table_of_the_readme_is_that_of_the_kept_results(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page.write_text(readme, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/table.py"), "--write", str(page)],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert page.read_text(encoding="utf-8") == readme
+    for place in ("2 cores of AMD EPYC", "16 cores of Intel(R) Xeon(R) Processor"):
+        assert f" {place}, torch " in done.stdout
+    assert "| **missed** | a |" in done.stdout
