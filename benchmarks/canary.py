@@ -50,11 +50,12 @@ from serinus.testing.direct import DirectEngine, DirectSeq
 
 BATCH, PROMPT, CHUNK, PAGE, STRIDE = 16, 256, 512, 16, 16
 MODES = {
-    "none": None,
     "partial_rotating": ("partial", STRIDE),
     "all_rotating": ("all", STRIDE),
     "all_full": ("all", 1),
+    "none": None,
 }
+"""The pools of the first keep stamps."""
 GOALS = {"partial_rotating": 0.01, "all_rotating": 0.015, "all_full": 0.15}
 GOAL_FIXED_US = 300
 GOAL_GB_S = 15.0
@@ -63,9 +64,10 @@ DIGEST_SHAPES = ((1024, 12), (256, 24))
 CLOCK = WallClock()
 
 
-def engine_of(model: Model, kernels: Kernels, mode: str, steps: int) -> DirectEngine:
-    """An engine under the canary of that mode, with pages for the batch and one chunk."""
-    pages = BATCH * -(-(PROMPT + steps + 1) // PAGE) + CHUNK // PAGE + 2
+def engine_of(model: Model, kernels: Kernels, mode: str, steps: int, beside: DirectEngine | None) -> DirectEngine:
+    """An engine under the canary of that mode; the first one's pools have pages for all, each for its batch and one
+    chunk: where they lie in memory is then the same for all."""
+    pages = len(MODES) * (BATCH * -(-(PROMPT + steps + 1) // PAGE) + CHUNK // PAGE + 2)
     choice = MODES[mode]
 
     def canary(engine: DirectEngine) -> CanaryRank:
@@ -74,7 +76,9 @@ def engine_of(model: Model, kernels: Kernels, mode: str, steps: int) -> DirectEn
         layers = {part: model.spec.layers_of(part) for part in model.spec.parts}
         return CanaryRank(settings, engine.pools, engine.tables, layers, load("cpu"))
 
-    return DirectEngine(model, kernels, page_size=PAGE, page_count=pages, canary=None if choice is None else canary)
+    return DirectEngine(
+        model, kernels, page_size=PAGE, page_count=pages, canary=None if choice is None else canary, beside=beside
+    )
 
 
 def start(engine: DirectEngine, length: int, tokens: int, seed: int) -> DirectSeq:
@@ -154,7 +158,8 @@ def costs(path: Path, dtype_name: str, rounds: int, draws: int) -> dict[str, Any
     for _ in range(draws):
         check(engines)
         engines.clear()
-        engines |= {mode: engine_of(model, kernels, mode, (rounds + 1) * STRIDE) for mode in MODES}
+        for mode in MODES:
+            engines[mode] = engine_of(model, kernels, mode, (rounds + 1) * STRIDE, next(iter(engines.values()), None))
         decode = decode_seconds(engines, rounds)
         plain += decode["none"]
         for mode, shares in found.items():

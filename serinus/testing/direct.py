@@ -83,13 +83,18 @@ class DirectEngine:
         token_oracle: bool = False,
         grammars: GrammarMasks | None = None,
         kv_dtype: torch.dtype | None = None,
+        beside: DirectEngine | None = None,
     ) -> None:
         """`device`: that of the model and the kernels. `canary`: makes one, once pools and tables are there.
-        `grammars`: makes the masks of sequences with a grammar; its owner closes it. `kv_dtype`: None = the model's."""
+        `grammars`: makes the masks of sequences with a grammar; its owner closes it. `kv_dtype`: None = the model's.
+        `beside`: an engine from whose pools this one takes its pages, too."""
         spec = model.spec
         self.model = model
-        self.pools = {
-            part: DevicePool(
+        self.pools: dict[Part, DevicePool] = {} if beside is None else beside.pools
+        self._pages: dict[Part, list[int]] = {} if beside is None else beside._pages
+        rng = Rng(seed)
+        for part in spec.parts if beside is None else ():
+            self.pools[part] = DevicePool(
                 PoolSpec(
                     layer_count=len(spec.layers_of(part)),
                     kv_head_count=spec.kv_head_count,
@@ -103,8 +108,8 @@ class DirectEngine:
                 ),
                 kernels,
             )
-            for part in spec.parts
-        }
+            self._pages[part] = list(range(1, page_count))
+            rng.shuffle(self._pages[part])
         self.tables = {part: RequestTable(rows, context or spec.context_length, device) for part in spec.parts}
         self.pool, self.table = self.pools[Part.FULL], self.tables[Part.FULL]
         self.canary = None if canary is None else canary(self)
@@ -125,11 +130,6 @@ class DirectEngine:
             token_oracle=token_oracle,
             grammars=grammars,
         )
-        rng = Rng(seed)
-        self._pages: dict[Part, list[int]] = {}
-        for part in spec.parts:
-            self._pages[part] = list(range(1, page_count))
-            rng.shuffle(self._pages[part])
         self._rows = list(range(rows - 1, 0, -1))
         self._rewritten: list[DirectSeq] = []
         self._forgotten: list[TableWrite] = []
