@@ -181,6 +181,7 @@ class CanaryRank:
         self._passes.append((base, rids))
         checks = StepChecks(step=self.steps, first_sequence=base, write_check=self._write_check(work), rids=rids)
         for part, lanes in self.parts.items():
+            lanes.counts.begin(len(rids))
             window = settings.window if part is Part.SWA else None
             reads = checks.reads[part] = reads_of(
                 rows, starts, wholes, chains, first_name=base, stride=settings.stride, window=window
@@ -216,10 +217,12 @@ class CanaryRank:
 
     def checked(self, mark: CanaryMark | None = None) -> list[list[int]] | None:
         """Slots that the last pass, or that of a mark, verified of each of its sequences, in its order, counted as they
-        were verified (by_part). None: nothing is checked. Waits as `found`."""
-        if mark is None:
-            mark = self.mark()
-        return None if mark is None else by_part({part: marked.by_sequence() for part, marked in mark.counts.items()})
+        were verified (by_part), of what `found` read last. None: nothing is checked. Waits as `found`."""
+        if not self._is_started:
+            return None
+        parts = self.parts.items()
+        counts = {part: lanes.counts.latest() for part, lanes in parts} if mark is None else mark.counts
+        return by_part({part: marked.by_sequence() for part, marked in counts.items()})
 
     # ---- commands -----------------------------------------------------------------------------------------------
 
