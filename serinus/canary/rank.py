@@ -38,7 +38,7 @@ from serinus.canary.commands import (
     SweepSlots,
     TellCounts,
 )
-from serinus.canary.coverage import due_pages, reads_of
+from serinus.canary.coverage import ReadsRoom, due_pages, reads_of
 from serinus.canary.hook import CanaryHook, Entries, Spent, StepChecks, WriteCheck
 from serinus.canary.host_check import HostCheck
 from serinus.canary.lanes import PartLanes, lanes_of, sent
@@ -122,6 +122,7 @@ class CanaryRank:
         self._oracle = oracle
         self._is_started = False
         self._injections_told = 0
+        self._rooms = {part: ReadsRoom() for part in self.parts}
         self._given_up: deque[frozenset[str]] = deque(maxlen=settings.depth - 1)
         """Requests of the latest steps that were abandoned: a plan that was made before the leader knew of it may go on
         with them, on KV that is not there."""
@@ -181,11 +182,11 @@ class CanaryRank:
         self._passes.append((base, rids))
         checks = StepChecks(step=self.steps, first_sequence=base, write_check=self._write_check(work), rids=rids)
         for part, lanes in self.parts.items():
-            lanes.counts.begin(len(rids))
             window = settings.window if part is Part.SWA else None
             reads = checks.reads[part] = reads_of(
-                rows, starts, wholes, chains, first_name=base, stride=settings.stride, window=window
-            )
+                rows, starts, wholes, chains, first_name=base, stride=settings.stride, window=window,
+                room=self._rooms[part],
+            )  # fmt: skip
             # Of a part with a window some is worked out twice, which needs arrays that stay.
             due = lanes.watch.due if window is None else self._kernels.canary_due
             checks.due[part] = due_pages(due, reads, lanes.turn_size, window)
@@ -217,12 +218,10 @@ class CanaryRank:
 
     def checked(self, mark: CanaryMark | None = None) -> list[list[int]] | None:
         """Slots that the last pass, or that of a mark, verified of each of its sequences, in its order, counted as they
-        were verified (by_part), of what `found` read last. None: nothing is checked. Waits as `found`."""
-        if not self._is_started:
-            return None
-        parts = self.parts.items()
-        counts = {part: lanes.counts.latest() for part, lanes in parts} if mark is None else mark.counts
-        return by_part({part: marked.by_sequence() for part, marked in counts.items()})
+        were verified (by_part). None: nothing is checked. Waits as `found`."""
+        if mark is None:
+            mark = self.mark()
+        return None if mark is None else by_part({part: marked.by_sequence() for part, marked in mark.counts.items()})
 
     # ---- commands -----------------------------------------------------------------------------------------------
 

@@ -89,8 +89,6 @@ class RingCounts:
         """Of the last reading without a mark."""
         self.rings: list[Ring] = []
         """The rings themselves, in their order."""
-        self.sequences = 0
-        """Of the pass that was queued last."""
 
     def mark(self, sequences: int = 0) -> MarkedCounts:
         """The counts as they will be when the device has done what is queued now, the last pass of which is of so many
@@ -104,10 +102,6 @@ class RingCounts:
         copied.record()
         return MarkedCounts(words_W, due, copied)
 
-    def begin(self, sequences: int) -> None:
-        """A pass of so many sequences is about to be queued."""
-        self.sequences, self._latest = sequences, None
-
     def expire(self) -> None:
         """More was queued, or done: the next reading copies anew."""
         self._latest = None
@@ -115,7 +109,7 @@ class RingCounts:
     def latest(self) -> MarkedCounts:
         """The last copy; where that expired, a new one."""
         if self._latest is None:
-            self._latest = self.mark(self.sequences)
+            self._latest = self.mark()
         return self._latest
 
 

@@ -8,7 +8,7 @@ of the last one), by a pass of its own after the layers. Both kinds of sums meet
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import is_
 
 import numpy as np
@@ -138,9 +138,9 @@ class _CpuWatch:
     def stage(self, plan: object, put: object) -> None:
         """All is done in `expand`."""
 
-    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_5B: NDArray[np.int64]) -> None:
+    def expand(self, due: Sequence[tuple[NDArray[np.int64], int]], bound_5B: NDArray[np.int64]) -> None:
         """The pieces are put together again: what they would save is kept from pass to pass anyway."""
-        due_7C, count = _joined(list(due))
+        due_7C, count = _joined(due)
         self._given, self.entry_count = (due_7C, bound_5B), count
         self.drop_digests()
         for counts in self._by_sequence:
@@ -324,7 +324,7 @@ def _are_same(given: Sequence[Tensor], kept: Sequence[Tensor]) -> bool:
     return len(kept) == len(given) and all(map(is_, given, kept))
 
 
-def _joined(due: list[tuple[NDArray[np.int64], int]]) -> tuple[NDArray[np.int64], int]:
+def _joined(due: Sequence[tuple[NDArray[np.int64], int]]) -> tuple[NDArray[np.int64], int]:
     """The columns of all pieces with entries that count through, and how many these are."""
     if len(due) == 1:
         return due[0]
