@@ -123,6 +123,7 @@ class CanaryRank:
         self._is_started = False
         self._injections_told = 0
         self._rooms = {part: ReadsRoom() for part in self.parts}
+        """For what a pass reads, by part: that of the pass before is overwritten."""
         self._given_up: deque[frozenset[str]] = deque(maxlen=settings.depth - 1)
         """Requests of the latest steps that were abandoned: a plan that was made before the leader knew of it may go on
         with them, on KV that is not there."""
