@@ -85,7 +85,7 @@ class DueWords:
         self.columns_at, self.bound_at = 0, 0
         """Where these two lie."""
         self._reads_6B: NDArray[np.int64] | None = None
-        """What was given last, whose address is noted."""
+        """What was given last: its address is noted."""
 
     def work_out(self, reads_6B: NDArray[np.int64], page_size: int) -> DuePages:
         """`canary_due`; its arrays are these. `reads_6B`: contiguous, and writable."""
