@@ -17,10 +17,12 @@ _LANES: Final = {part: stamp_lanes(part) for part in Part}
 def by_part(counts: Mapping[Part, Sequence[int]]) -> list[list[int]]:
     """Slots that were verified of each sequence, by part, in the order of Part; empty for one that a rank has none of.
     `counts`: of one sequence after the other, by lane; a slot counts that was looked at in all lanes of its part."""
-    return [
-        list(map(min, *(words[lane::_EVERY] for lane in lanes))) if (words := counts.get(part)) else []
-        for part, lanes in _LANES.items()
-    ]
+    return [_in_all_lanes(counts[part], lanes) if part in counts else [] for part, lanes in _LANES.items()]
+
+
+def _in_all_lanes(words: Sequence[int], lanes: Sequence[StampLane]) -> list[int]:
+    first, *others = (list(words[lane::_EVERY]) for lane in lanes)
+    return first if others.count(first) == len(others) else list(map(min, first, *others))
 
 
 def check_counts(parts: Collection[PartLanes], host_slots: int | None) -> tuple[CheckCount, ...]:

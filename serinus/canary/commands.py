@@ -184,8 +184,9 @@ class CanaryAnswer:
 def slots_checked(ranks: Iterable[list[list[int]] | None]) -> list[int]:
     """Slots of each sequence that were verified, over all parts: a slot counts where every rank that has the part
     verified its share of it. `ranks`: as CanaryRank.checked has them; empty where none tells."""
-    by_part = list[list[int]]()
-    for of_ranks in zip(*(each for each in ranks if each is not None), strict=True):
+    told_by = [each for each in ranks if each is not None]
+    by_part = [slots for slots in told_by[0] if slots] if len(told_by) == 1 else list[list[int]]()
+    for of_ranks in zip(*told_by, strict=True) if len(told_by) > 1 else ():
         told = [slots for slots in of_ranks if slots]
         if told:
             by_part.append(told[0] if len(told) == 1 else list(map(min, *told)))

@@ -11,8 +11,8 @@ layer anew for pages that lie apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import partial
 from struct import Struct
 from typing import Final
 
@@ -60,40 +60,51 @@ def due_pages(
     return due
 
 
+class ReadsRoom:
+    """Where `reads_of` writes: an array that stays while the number of sequences does."""
+
+    def __init__(self) -> None:
+        self._resize(0)
+
+    def write(self, count: int, *words: int) -> Counts:
+        """The array [6, count], of these words; what it held before is overwritten."""
+        if count != self._count:
+            self._resize(count)
+        self._pack(*words)
+        return self._reads_6B
+
+    def _resize(self, count: int) -> None:
+        self._count, self._reads_6B = count, np.empty((6, count), np.int64)
+        self._pack = partial(Struct(f"{6 * count}q").pack_into, self._reads_6B.data, 0)
+
+
 def reads_of(
     rows: Sequence[int], starts: Sequence[int], wholes: Sequence[bool], chains: Sequence[int], *, first_name: int,
-    stride: int, window: int | None,
+    stride: int, window: int | None, room: ReadsRoom | None = None,
 ) -> Counts:  # fmt: skip
     """Input of `canary_due`, [6, B]: names from `first_name` on, rows, what each reads (all before its start, or the
     `window` that its next token sees, less that token), strides: 1 where it is verified as a whole; chain
-    hashes of all before their starts."""
+    hashes of all before their starts. `room`: None = of its own."""
     count = len(starts)
     low: Sequence[int] = [0] * count
     if window is not None:
         low = [max(0, start - window + 1) for start in starts]
-    strides = [1 if whole else stride for whole in wholes]
-    names, reads_6B = range(first_name, first_name + count), np.empty((6, count), np.int64)
-    _words(6 * count).pack_into(reads_6B.data, 0, *names, *rows, *low, *starts, *strides, *chains)
-    return reads_6B
+    strides = [1 if whole else stride for whole in wholes] if any(wholes) else [stride] * count
+    names = range(first_name, first_name + count)
+    return (room or ReadsRoom()).write(count, *names, *rows, *low, *starts, *strides, *chains)
 
 
-@cache
-def _words(count: int) -> Struct:
-    return Struct(f"={count}q")
-
-
-def pieces(due: DuePages, entries_max: int) -> Iterator[tuple[Counts, int]]:
+def pieces(due: DuePages, entries_max: int) -> Sequence[tuple[Counts, int]]:
     """Columns and entry counts of runs of sequences of at most `entries_max` entries (or one sequence): a plan larger
     than that is run in pieces, never skipped."""
     if due.entry_count <= entries_max:
-        if due.entry_count:
-            yield due.columns_7B, due.entry_count
-        return
-    offsets = [*due.columns_7B[-1].tolist(), due.entry_count]
+        return ((due.columns_7B, due.entry_count),) if due.entry_count else ()
+    offsets, cut = [*due.columns_7B[-1].tolist(), due.entry_count], list[tuple[Counts, int]]()
     begin = 0
     for end in range(1, len(offsets)):
         if end == len(offsets) - 1 or offsets[end + 1] - offsets[begin] > entries_max:
             columns = np.ascontiguousarray(due.columns_7B[:, begin:end])
             columns[-1] -= offsets[begin]
-            yield columns, offsets[end] - offsets[begin]
+            cut.append((columns, offsets[end] - offsets[begin]))
             begin = end
+    return cut

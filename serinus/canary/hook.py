@@ -173,7 +173,7 @@ class CanaryHook:
             due, is_cut = checks.due[part], batch.room is None
             lanes.watch.stage(
                 WatchPlan(
-                    due=list(pieces(due, self._entries_max)) if is_cut else [(due.columns_7B, due.entry_count)],
+                    due=pieces(due, self._entries_max) if is_cut else [(due.columns_7B, due.entry_count)],
                     bound_5B=due.bound_5B,
                     rows_B=batch.rows_B,
                     counts_B=batch.counts_B,

@@ -38,7 +38,7 @@ from serinus.canary.commands import (
     SweepSlots,
     TellCounts,
 )
-from serinus.canary.coverage import due_pages, reads_of
+from serinus.canary.coverage import ReadsRoom, due_pages, reads_of
 from serinus.canary.hook import CanaryHook, Entries, Spent, StepChecks, WriteCheck
 from serinus.canary.host_check import HostCheck
 from serinus.canary.lanes import PartLanes, lanes_of, sent
@@ -122,6 +122,8 @@ class CanaryRank:
         self._oracle = oracle
         self._is_started = False
         self._injections_told = 0
+        self._rooms = {part: ReadsRoom() for part in self.parts}
+        """For what a pass reads, by part: that of the pass before is overwritten."""
         self._given_up: deque[frozenset[str]] = deque(maxlen=settings.depth - 1)
         """Requests of the latest steps that were abandoned: a plan that was made before the leader knew of it may go on
         with them, on KV that is not there."""
@@ -183,8 +185,9 @@ class CanaryRank:
         for part, lanes in self.parts.items():
             window = settings.window if part is Part.SWA else None
             reads = checks.reads[part] = reads_of(
-                rows, starts, wholes, chains, first_name=base, stride=settings.stride, window=window
-            )
+                rows, starts, wholes, chains, first_name=base, stride=settings.stride, window=window,
+                room=self._rooms[part],
+            )  # fmt: skip
             # Of a part with a window some is worked out twice, which needs arrays that stay.
             due = lanes.watch.due if window is None else self._kernels.canary_due
             checks.due[part] = due_pages(due, reads, lanes.turn_size, window)

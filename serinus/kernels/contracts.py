@@ -6,7 +6,7 @@ R, C = rows and columns of req_to_token, G = pages, Y = bytes of one page, B = s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -366,7 +366,7 @@ class Watch(Protocol):
         """What the next pass is to verify. A column whose kernels run on the host has no use for it: `expand` says all
         that it needs."""
 
-    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_5B: NDArray[np.int64]) -> None:
+    def expand(self, due: Sequence[tuple[NDArray[np.int64], int]], bound_5B: NDArray[np.int64]) -> None:
         """Take the pieces of a plan: columns due_7B of `canary_plan`, and the number of their entries; and of each
         sequence that reads anything its name, its row, the first and the last position that it reads and the chain
         hash of its tokens up to there (`canary_bind`). All entries of its row between these two must be those that the

@@ -84,6 +84,8 @@ class DueWords:
         self.columns_7B, self.bound_5B = self._words.reshape(7, 0), self._words.reshape(5, 0)
         self.columns_at, self.bound_at = 0, 0
         """Where these two lie."""
+        self._reads_6B: NDArray[np.int64] | None = None
+        """What was given last: its address is noted."""
 
     def work_out(self, reads_6B: NDArray[np.int64], page_size: int) -> DuePages:
         """`canary_due`; its arrays are these. `reads_6B`: contiguous, and writable."""
@@ -91,7 +93,9 @@ class DueWords:
         if count != arguments.count:
             self._words, self._size = np.empty(12 * count, np.int64), (-1, -1)
             arguments.count, arguments.out = count, address_of(self._words)
-        arguments.reads, arguments.page_size = address_of(reads_6B), page_size
+        if reads_6B is not self._reads_6B:
+            self._reads_6B, arguments.reads = reads_6B, address_of(reads_6B)
+        arguments.page_size = page_size
         self._start()
         size = live, bound = arguments.live, arguments.bound
         if size != self._size:

@@ -8,7 +8,7 @@ of the last one), by a pass of its own after the layers. Both kinds of sums meet
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import is_
 
 import numpy as np
@@ -29,13 +29,14 @@ from serinus.kernels.cpu.watched_attention import pack_factors
 from serinus.kernels.packed import PackedFactors
 
 _WORD = 8
-_TAIL = int(StampLane.TAIL_K)
+_HEAD, _TAIL = int(StampLane.HEAD_K), int(StampLane.TAIL_K)
 _ROOM = 64
 """Entries for which there is room beyond those that are asked for."""
 _KEPT = 64
-_PLAN, _LOOK, _BIND, _VERIFY, _WRITE, _FIND, _DIGEST, _READ_BACK = range(8)
-"""The calls of a pass, by their places: the first two expand, the next two verify, the others stamp and read back. One
-run makes all that come one after the other."""
+_PLAN, _HEADS, _TAILS, _FIND, _DIGEST, _READ_BACK = 0, 1, 5, 9, 10, 11
+_LOOK, _BIND, _VERIFY, _WRITE = range(4)
+"""The calls of a pass, by their places: the first one expands; four look rows up, bind, verify and stamp the lanes of
+HEAD, and four those of TAIL; the others read back. One run makes all that come one after the other."""
 _NO_COLUMNS = np.empty((7, 0), np.int64)
 _Span = tuple[int, int]
 """Entries: the first, how many."""
@@ -68,28 +69,35 @@ class _CpuWatch:
         plan, halves = (table_RC.data_ptr(), table_RC.shape[1]), len(stamps_LS4) // 2
         stamps = (stamps_LS4.data_ptr(), stamps_LS4.shape[1])
         self._plan = kernels.Plan(0, plan[0], 0, 0, 0, 0, plan[1], page_size, stamps[1])
-        self._verify, self._read_back = (
+        *self._verify, self._read_back = (
             kernels.Verify(
-                0, *stamps, 0, 0, 0, 0, 0, 0, 0, *_addresses(of), 0, kernels.VERIFY_STEP, 0, 0, 0, halves, *_counts(of)
+                0, *stamps, lane, 0, 0, 0, 0, 0, 0, *_addresses(of), 0, kernels.VERIFY_STEP, 0, 0, 0, halves,
+                *_counts(of),
             )
-            for of in (ring, stored)
-        )
-        self._read_back.lane = _TAIL
-        self._bind = canary_bind.Bind(0, *stamps, 0, 0, 0, 0, 0, *_addresses(ring), 0, halves, *_counts(ring))
+            for lane, of in ((_HEAD, ring), (_TAIL, ring), (_TAIL, stored))
+        )  # fmt: skip
+        self._bind = [
+            canary_bind.Bind(0, *stamps, lane, 0, 0, 0, 0, *_addresses(ring), 0, halves, *_counts(ring))
+            for lane in (_HEAD, _TAIL)
+        ]
         self._by_sequence = [each.numpy() for each in ring[3:]]
         self._look = canary_lookup.Look(0, plan[0], written_RC.data_ptr(), plan[1], 0, 0, 0)
         self._find = canary_lookup.Find(0, *plan, stamps[1], 0, 0, 0, 0, 0, 0, 0, 0, 0)
-        self._write = kernels.Write(0, *stamps, 0, 0, 0, 0, 0, 0, *plan, 0, 0, 0, halves)
-        calls = [
-            kernels.plan_call(self._plan), canary_lookup.look_call(self._look), canary_bind.bind_call(self._bind),
-            kernels.verify_call(self._verify), kernels.write_call(self._write), canary_lookup.find_call(self._find),
-        ]  # fmt: skip
+        self._write = [
+            kernels.Write(0, *stamps, lane, 0, 0, 0, 0, 0, *plan, 0, 0, 0, halves) for lane in (_HEAD, _TAIL)
+        ]
+        calls = [kernels.plan_call(self._plan)]
+        for bind, verify, write in zip(self._bind, self._verify, self._write, strict=True):
+            calls += [canary_lookup.look_call(self._look), canary_bind.bind_call(bind)]
+            calls += [kernels.verify_call(verify), kernels.write_call(write)]
+        calls.append(canary_lookup.find_call(self._find))
         if self._pools is not None:
             calls += [kernels.digest_call(self._pools.stored), kernels.verify_call(self._read_back)]
         self._calls = Calls(len(calls))
         self._calls.put(0, calls)
         self._first = _BIND
-        """The first call of the next verification: `expand` and `look_again` leave theirs to it."""
+        """The first of the calls of the next verification: `expand` (-1: the plan is expanded before them) and
+        `look_again` leave theirs to it."""
         self._stands = (0, 0)
         """Sequences and tokens that the arguments of writing and reading back are for."""
         self._due, self._due_at = kernels.DueWords(), 0
@@ -100,7 +108,6 @@ class _CpuWatch:
         """By layer; the sums are zeros at the beginning of a pass."""
         self._stored_sums: NDArray[np.int64] = np.empty(0, np.int64)
         """The same sums, as an array."""
-        self._stored_at = 0
         self._told: tuple[tuple[WrittenRows, ...], tuple[LayerDigest, ...], Sequence[LayerDigests]] = (), (), ()
         """What `layer_digests` returned, and what it is made of."""
         self._standing: tuple[Tensor, ...] = ()
@@ -119,6 +126,8 @@ class _CpuWatch:
         """Layers of this pass of which that is settled."""
         self._has_digests = False
         """Whether sums lie behind the entries."""
+        self._sums = (0, 0, 0, 0)
+        """The sums that TAIL is verified by, as `Verify` has them."""
 
     def due(self, reads_6B: NDArray[np.int64], page_size: int) -> DuePages:
         return self._due.work_out(reads_6B, page_size)
@@ -129,28 +138,34 @@ class _CpuWatch:
     def stage(self, plan: object, put: object) -> None:
         """All is done in `expand`."""
 
-    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_5B: NDArray[np.int64]) -> None:
+    def expand(self, due: Sequence[tuple[NDArray[np.int64], int]], bound_5B: NDArray[np.int64]) -> None:
         """The pieces are put together again: what they would save is kept from pass to pass anyway."""
-        due_7C, count = _joined(list(due))
+        due_7C, count = _joined(due)
         self._given, self.entry_count = (due_7C, bound_5B), count
         self.drop_digests()
         for counts in self._by_sequence:
             counts.fill(0)
-        look, bind, plan, own, bound = self._look, self._bind, self._plan, self._due, bound_5B.shape[1]
+        look, plan, own, bound = self._look, self._plan, self._due, bound_5B.shape[1]
         look.bound = own.bound_at if bound_5B is own.bound_5B else address_of(bound_5B)
         if bound != look.count or not look.out:
-            look.count, bind.count, look.out = bound, bound, self._bound.room(4 * bound)
-            bind.slots, bind.positions, bind.chains, bind.names = (look.out + i * _WORD * bound for i in range(4))
+            look.count, look.out = bound, self._bound.room(4 * bound)
+            for bind in self._bind:
+                bind.count = bound
+                bind.slots, bind.positions, bind.chains, bind.names = (look.out + i * _WORD * bound for i in range(4))
         # Slots, positions, previous slots, names, then two sums each.
-        base, verify = self._words.room(6 * count), self._verify
+        base = self._words.room(6 * count)
         self._due_at = own.columns_at if due_7C is own.columns_7B else address_of(due_7C)
         plan.due, plan.sequence_count = self._due_at, due_7C.shape[1]
-        if base != plan.out or count != verify.count:
-            plan.out, plan.entry_count, verify.count = base, count, count
-            verify.slots, verify.positions, verify.previous, verify.names = (base + i * _WORD * count for i in range(4))
+        if base != plan.out or count != plan.entry_count:
+            plan.out, plan.entry_count = base, count
             self._calls.set_threads(_PLAN, kernels.plan_threads(count))
-            self._calls.set_threads(_VERIFY, kernels.verify_threads(count))
-        self._first = _PLAN
+            for first, verify in zip((_HEADS, _TAILS), self._verify, strict=True):
+                verify.slots, verify.positions, verify.previous, verify.names = (
+                    base + i * _WORD * count for i in range(4)
+                )
+                verify.count = count
+                self._calls.set_threads(first + _VERIFY, kernels.verify_threads(count))
+        self._first = -1
 
     def reads(self, layer: int, batch: AttentionBatch) -> LayerDigest | None:
         digests = self._of_batch(batch)
@@ -188,29 +203,34 @@ class _CpuWatch:
             self._reads.drop()
 
     def look_again(self) -> None:
-        self._first = min(self._first, _LOOK)
+        if self._first > _LOOK:
+            self._first = _LOOK
 
     def verify(self, lane: int) -> None:
-        self._calls.run(self._to_verify(lane), _WRITE)
+        self._calls.run(self._to_verify(lane), (_HEADS if lane < _TAIL else _TAILS) + _WRITE)
 
     def verify_and_write(self, lane: int) -> None:
-        self._calls.run(self._to_verify(lane), self._to_write(lane))
+        self._calls.run(self._to_verify(lane), self._end_of(lane))
 
     def _to_verify(self, lane: int) -> int:
         """Say what the calls that verify a lane are to do; the first of them."""
-        arguments, pools, lane = self._verify, self._pools, int(lane)
-        arguments.lane = self._bind.lane = lane
-        arguments.digests = arguments.cuts = 0
-        if self.entry_count and lane >= _TAIL and pools is not None and self._reads is not None:
-            self._leave(pools.layer_count, self._all)
+        first, self._first = self._first, _BIND
+        if lane < _TAIL:
+            return _HEADS + first
+        if first < _LOOK:  # HEAD was not verified: which slots they are is not known yet
+            self._calls.run(_PLAN, _HEADS)
+            first = _LOOK
+        pools, reads = self._pools, self._reads
+        if pools is not None and reads is not None:
+            if self.entry_count:
+                self._leave(pools.layer_count, self._all)
             if self._left:
                 self._digest_left(pools)
-            if self._has_digests:
-                arguments.digests = self._digests_at
-            if self._reads.has_sums:
-                arguments.sums, arguments.cuts, arguments.sums_stride = self._reads.sums_at
-        first, self._first = self._first, _BIND
-        return first
+            sums = self._digests_at if self._has_digests else 0, *(reads.sums_at if reads.has_sums else (0, 0, 0))
+            if sums != self._sums:
+                arguments, self._sums = self._verify[1], sums
+                arguments.digests, arguments.sums, arguments.cuts, arguments.sums_stride = sums
+        return _TAILS + first
 
     def stand(
         self, slots_T: Tensor, positions_T: Tensor, tokens_T: Tensor, q_starts_B1: Tensor, rows_B: Tensor,
@@ -230,17 +250,20 @@ class _CpuWatch:
 
     def _point(self, slots: int, positions: int, tokens: int, starts: int, rows: int) -> None:
         """Say where the tokens of a pass lie."""
-        write, find = self._write, self._find
-        write.slots, write.positions, write.tokens, write.starts, write.rows = slots, positions, tokens, starts, rows
+        find = self._find
+        for write in self._write:
+            write.slots, write.positions, write.tokens = slots, positions, tokens
+            write.starts, write.rows = starts, rows
         find.slots, find.positions, find.starts, find.rows = slots, positions, starts, rows
         self._read_back.tokens = tokens
 
     def _make_room(self, pools: _Pools | None) -> None:
         """For so many tokens as there are now, of so many sequences."""
-        write, find, back, (sequences, count) = self._write, self._find, self._read_back, self._stands
-        threads = kernels.verify_threads(count)
-        write.sequence_count, write.total, find.count = sequences, count, sequences
-        self._calls.set_threads(_WRITE, threads)
+        find, back, (sequences, count) = self._find, self._read_back, self._stands
+        threads, find.count = kernels.verify_threads(count), sequences
+        for first, write in zip((_HEADS, _TAILS), self._write, strict=True):
+            write.sequence_count, write.total = sequences, count
+            self._calls.set_threads(first + _WRITE, threads)
         if pools is None:
             return
         # Names, slots, positions, then two digests each.
@@ -252,20 +275,20 @@ class _CpuWatch:
         self._calls.set_threads(_DIGEST, kernels.cut_digest(digest))
         self._calls.set_threads(_READ_BACK, threads)
         sums_T2 = torch.zeros((count, 2), dtype=torch.int64)
-        self._stored_sums, self._stored_at = sums_T2.numpy(), sums_T2.data_ptr()
+        self._stored_sums, self._write[1].digests = sums_T2.numpy(), sums_T2.data_ptr()
         self._written = tuple([WrittenRows(coefficients_22W=each, sums_T2=sums_T2) for each in pools.coefficients_L22W])
 
     def writes(self, layer: int) -> WrittenRows | None:
         return self._written[layer] if self._pools is not None else None
 
     def write(self, lane: int) -> None:
-        self._calls.run(_WRITE, self._to_write(lane))
+        self._calls.run((_HEADS if lane < _TAIL else _TAILS) + _WRITE, self._end_of(lane))
 
-    def _to_write(self, lane: int) -> int:
-        """The same of those that stamp one; the end of them."""
-        is_tail = lane >= _TAIL and self._pools is not None
-        self._write.lane, self._write.digests = int(lane), self._stored_at if is_tail else 0
-        return _READ_BACK + 1 if is_tail else _FIND
+    def _end_of(self, lane: int) -> int:
+        """The end of the calls that stamp a lane; behind TAIL the rows are read back."""
+        if lane < _TAIL:
+            return _TAILS
+        return _FIND if self._pools is None else _READ_BACK + 1
 
     # ---- what is digested by a pass of its own --------------------------------------------------------------------
 
@@ -282,8 +305,6 @@ class _CpuWatch:
     def _digest_left(self, pools: _Pools) -> None:
         """Digest what was left; sums are added to those of other layers."""
         left, self._left = self._left, []
-        if self._first == _PLAN:  # HEAD was not verified: which slots they are is not known yet
-            self._calls.run(_PLAN, _LOOK)
         count = self.entry_count
         if not self._has_digests:
             self._words.array[4 * count : 6 * count] = 0
@@ -303,7 +324,7 @@ def _are_same(given: Sequence[Tensor], kept: Sequence[Tensor]) -> bool:
     return len(kept) == len(given) and all(map(is_, given, kept))
 
 
-def _joined(due: list[tuple[NDArray[np.int64], int]]) -> tuple[NDArray[np.int64], int]:
+def _joined(due: Sequence[tuple[NDArray[np.int64], int]]) -> tuple[NDArray[np.int64], int]:
     """The columns of all pieces with entries that count through, and how many these are."""
     if len(due) == 1:
         return due[0]

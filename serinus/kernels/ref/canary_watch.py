@@ -6,7 +6,7 @@ B = sequences, T = tokens of the step, E = slots verified, L = layers, W = 16-bi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -102,7 +102,7 @@ class OpsWatch:
     def stage(self, plan: WatchPlan, put: Callable[[NDArray[np.int64]], Tensor]) -> None:
         """All is done in `expand`."""
 
-    def expand(self, due: Iterable[tuple[NDArray[np.int64], int]], bound_5B: NDArray[np.int64]) -> None:
+    def expand(self, due: Sequence[tuple[NDArray[np.int64], int]], bound_5B: NDArray[np.int64]) -> None:
         device, table_RC = self._table_RC.device, self._table_RC
         self.entry_count, self._pieces, columns = 0, [], []
         sizes = {"page_size": self._page_size, "slot_count": self._stamps_LS4.shape[1]}

@@ -9,7 +9,7 @@ B = sequences, T = tokens of the step, E = slots verified, L = layers, W = 16-bi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -119,7 +119,7 @@ class _DeviceWatch(OpsWatch):
         assert self._staged is not None, "kernels: a watch of a pass that was not staged"
         return self._staged
 
-    def expand(self, due: Iterable[tuple[Words, int]], bound_5B: Words) -> None:
+    def expand(self, due: Sequence[tuple[Words, int]], bound_5B: Words) -> None:
         device, begin = self._table_RC.device, 0
         self._begin_counts()
         self._digested, self._reading, self._pieces = 0, None, []
