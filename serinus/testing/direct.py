@@ -87,7 +87,7 @@ class DirectEngine:
     ) -> None:
         """`device`: that of the model and the kernels. `canary`: makes one, once pools and tables are there.
         `grammars`: makes the masks of sequences with a grammar; its owner closes it. `kv_dtype`: None = the model's.
-        `beside`: an engine from whose pools this one takes its pages, too."""
+        `beside`: an engine; its pools and free pages are shared."""
         spec = model.spec
         self.model = model
         self.pools: dict[Part, DevicePool] = {} if beside is None else beside.pools

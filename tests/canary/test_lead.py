@@ -173,7 +173,8 @@ def test_wrong_bytes_fail_every_user_of_the_page_and_quarantine_it(engine: TinyE
     (verdict,) = lead.judge([(0, violation("", page))])
     assert verdict.rid == "runs"
     assert verdict.reason == f"KV integrity: verify_real_kv_hash at slot {4 * page}, position 0 (TAIL_K_FULL, step 1)"
-    _, body = error_of(RequestFailed(verdict.reason, 500))
+    said = f"{verdict.reason}; request chatcmpl-6fc7fd..."  # as front.calls ends it
+    _, body = error_of(RequestFailed(said, 500))
     for told, page_of_docs in ((body.decode(), "docs/CANARY.md"), (verdict.reason, "docs/howto/canary.md")):
         quoted = (Path(__file__).parents[2] / page_of_docs).read_text()
         assert re.sub(r"\d+", "N", told) in re.sub(r"\d+", "N", quoted), f"{page_of_docs} quotes what a client is told"
