@@ -55,7 +55,8 @@ def run(command: Command, words: Sequence[str]) -> int:
         config = obeyed(ServeConfig)
     if not config.model.model_path:
         raise UsageProblem("no model is named, expected a directory or a hub id: serinus serve MODEL")
-    check_path(config.model.model_path)
+    if config.parallel.nnodes == 1:  # else the first machine is told by the rank that cannot load it
+        check_path(config.model.model_path)
     check_shape(config)
     threads = engine_threads(config.kernels.threads, len(config.parallel.local_ranks))
     config = replace(config, kernels=replace(config.kernels, threads=threads))
