@@ -6,6 +6,7 @@ R = rows of a byte buffer, W = bytes of one lane (k, v or the latent rows of one
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -113,8 +114,8 @@ class PoolRegion:
 class DevicePool:
     """The keys and values of every slot.
 
-    One zeroed allocation of page_count * page_bytes (and one for stamps). On the CPU it comes from calloc, so the OS
-    maps a page of memory when it is first written: a large pool costs nothing until it is used.
+    One zeroed allocation of page_count * page_bytes (and one for stamps). On the CPU the OS maps a page of memory when
+    it is first written: a large pool costs nothing until it is used.
     """
 
     def __init__(self, spec: PoolSpec, kernels: Kernels) -> None:
@@ -348,15 +349,23 @@ def _ids(numbers: NDArray[np.integer]) -> Tensor:
 
 
 def _zeros(byte_count: int, device: str) -> Tensor:
-    """Zero bytes, aligned to a cache line; on the CPU from calloc (torch.zeros would touch every page)."""
+    """Zero bytes, aligned to a cache line; on the CPU not touched yet (torch.zeros would touch every page)."""
     if device != "cpu":
         return torch.zeros(byte_count, dtype=torch.uint8, device=device)
     return torch.from_numpy(lazy_zeros(byte_count, _LINE_BYTES))
 
 
 def lazy_zeros(byte_count: int, align: int) -> NDArray[np.uint8]:
-    """Zero bytes of the host, aligned, on huge pages where there are some; mapped when they are first written."""
-    raw = np.zeros(byte_count + align, dtype=np.uint8)
+    """Zero bytes of the host, aligned, on huge pages where there are some; mapped when they are first written.
+
+    Not from calloc: where freed blocks leave a hole in the heap it reuses that, and writes all of it.
+    Raises MemoryError: the system does not give the memory.
+    """
+    try:
+        mapped = mmap.mmap(-1, byte_count + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"pool: the system gives no {byte_count} bytes ({error})") from error
+    raw = np.frombuffer(mapped, dtype=np.uint8)
     prefer_huge_pages(raw.ctypes.data, raw.nbytes)
     skip = -raw.ctypes.data % align
     return raw[skip : skip + byte_count]

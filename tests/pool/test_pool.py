@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from serinus.core.errors import ConfigError, InvariantError
 from serinus.core.plan import TableWrite
@@ -27,6 +28,17 @@ def filled(seed: int, spec: PoolSpec = SPEC) -> DevicePool:
         k.copy_(torch.randn(k.shape, generator=rng))
         v.copy_(torch.randn(v.shape, generator=rng))
     return pool
+
+
+def heap_with_a_hole(byte_count: int) -> NDArray[np.uint8]:
+    """Free memory of the heap that is not mapped, which glibc gives before it asks the system; the block behind it."""
+    block, libc, mmap_threshold = 16 << 20, ctypes.CDLL(None), -3
+    libc.mallopt(mmap_threshold, 2 * block)
+    blocks = [np.zeros(block, dtype=np.uint8) for _ in range(byte_count // block + 1)]
+    last = blocks.pop()
+    blocks.clear()
+    libc.malloc_trim(0)
+    return last
 
 
 def test_a_new_pool_is_zero_and_has_the_shape_of_its_spec() -> None:
@@ -50,16 +62,19 @@ def test_lanes_do_not_overlap() -> None:
         assert lane.unique().tolist() == [number + 1]
 
 
-def test_a_large_pool_costs_no_memory_until_it_is_written() -> None:
+@pytest.mark.parametrize("where", ["fresh", "in a hole of the heap"])
+def test_a_large_pool_costs_no_memory_until_it_is_written(where: str) -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
+    behind = heap_with_a_hole(byte_count=(2 << 30) + (64 << 20)) if where != "fresh" else None
     before = resident()
     spec = dataclasses.replace(SPEC, layer_count=16, kv_head_count=8, head_size=128, page_size=16, page_count=2048)
     pool = DevicePool(spec, load("cpu", "ref"))
     assert spec.page_bytes * spec.page_count == 2 << 30
     assert resident() - before < 64 << 20
     assert not pool.k[15][5].any()
+    del behind
 
 
 @pytest.mark.parametrize("column", ["ref", "cpu"])
