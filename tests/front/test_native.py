@@ -249,7 +249,7 @@ def test_a_500_names_the_id_by_which_the_logs_have_its_request(
     settings = front_settings(model_path=str(byte_folder), served_model_name="canary")
     asks = (("/generate", {"input_ids": [66, 3]}), ("/v1/completions", {"prompt": [66, 3], "rid": "mine"}))
     said: dict[str, str] = {}
-    with running_front(settings, engine) as front, caplog.at_level("INFO", logger="serinus"):
+    with caplog.at_level("INFO", logger="serinus"), running_front(settings, engine) as front:
         for path, ask in asks:
             answer = front.post(path, ask)
             said[answer.json()["error"]["message"].partition("; request ")[2]] = answer.headers["x-request-id"]
