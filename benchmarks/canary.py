@@ -12,7 +12,7 @@ the mean of what the draws found, `spread` its standard error.
 thread: what a step pays whatever its weights are. What attention and stores digest is not in it. 1.5 % of a step of 17
 to 20 ms are 255 to 300 us.
 
-    python benchmarks/canary.py [--rounds 6] [--draws 4] [--threads 2] [--dtype auto] [--checkpoint DIR] [--larger DIR]
+    python benchmarks/canary.py [--rounds 5] [--draws 12] [--threads 2] [--dtype auto] [--checkpoint DIR] [--larger DIR]
 """
 
 from __future__ import annotations
@@ -305,8 +305,8 @@ def digest_rates(ops: Kernels, lanes: int, layers: int, threads: int, rounds: in
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--rounds", type=int, default=6)
-    arguments.add_argument("--draws", type=int, default=4, help="times that all engines are made anew, at least 2")
+    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--draws", type=int, default=12, help="times that all engines are made anew, at least 2")
     arguments.add_argument("--threads", type=int, default=2)
     arguments.add_argument("--dtype", default="auto", help="as `serve` takes it; auto = what this CPU computes in")
     arguments.add_argument("--checkpoint", default="", help="directory of the 221M model, to use or to make")
