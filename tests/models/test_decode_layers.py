@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from serinus.kernels import AttentionBatch, load
 from serinus.kernels.cpu import paged_attention
 from serinus.kernels.cpu.calls import Calls
 from serinus.kernels.cpu.decode_attention import UNIT_FIELDS
+from serinus.kernels.cpu.decode_layers import _Steps
 from serinus.kernels.cpu.decode_units import Lay, run_lay
 from serinus.kernels.cpu.rms_norm import norm_call
 from serinus.kernels.cpu.scalar import host_has
@@ -164,6 +166,35 @@ def test_layers_are_told_at_once_what_they_are_told_one_by_one(
     if family == "qwen3":
         assert told[1] is told[2]
         assert told[-1] is told[-2] is not told[2], "of one sequence alone"
+
+
+def test_a_layer_is_made_once_whatever_is_due_in_a_step(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From step to step pages of a sequence are due and are not: attention alone is another call then, made once, and
+    again where there is more to digest than before."""
+    made: list[tuple[str, int, bool]] = []
+
+    def counted(name: str, call: Any) -> Any:
+        def make(steps: Any, layer: int, *given: Any) -> Any:
+            made.append((name, layer, given[-1] is not None))
+            return call(steps, layer, *given)
+
+        return make
+
+    for name in ("_make", "_attend"):
+        monkeypatch.setattr(_Steps, name, counted(name, getattr(_Steps, name)))
+    direct, model, _ = engine_of(checkpoints["qwen3"], whole=True, real_data="all", stride=16)
+    lengths = 300, 70, 70, 70, 70
+    seqs = [direct.start(random_ids(i, length), GREEDY, tokens=44) for i, length in enumerate(lengths)]
+    direct.generate(seqs, 40)
+    assert not direct.violations
+    counts = Counter(made)
+    assert bool(counts) == HAS
+    for layer in range(model.spec.layer_count if HAS else 0):
+        assert counts["_make", layer, False] + counts["_make", layer, True] == 1
+        assert counts["_attend", layer, False] == 1
+        assert 1 <= counts["_attend", layer, True] <= 2
 
 
 @pytest.mark.slow

@@ -81,8 +81,7 @@ def warm() -> None:
 def _line(call: KernelCall) -> tuple[int, ...]:
     words = ctypes.sizeof(call.arguments) // 8
     assert words <= _WORDS_MAX, f"kernels: a call of {words} words, expected at most {_WORDS_MAX}"
-    names = [field[0] for field in call.arguments._fields_]
-    refusal = names.index(call.refusal) if call.refusal else -1
+    refusal = getattr(type(call.arguments), call.refusal).offset // 8 if call.refusal else -1
     return call.body.address, call.threads, ctypes.addressof(call.arguments), words, refusal
 
 

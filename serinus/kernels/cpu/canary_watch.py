@@ -30,8 +30,9 @@ from serinus.kernels.packed import PackedFactors
 
 _WORD = 8
 _HEAD, _TAIL = int(StampLane.HEAD_K), int(StampLane.TAIL_K)
-_ROOM = 64
-"""Entries for which there is room beyond those that are asked for."""
+_ROOM, _ROOM_KEPT = 64, 4096
+"""Entries for which there is room beyond those that are asked for; and beyond four times as many, of room that is kept:
+what is due differs from step to step, and arguments of all layers made anew cost more than so many zeros."""
 _KEPT = 64
 _PLAN, _HEADS, _TAILS, _FIND, _DIGEST, _READ_BACK = 0, 1, 5, 9, 10, 11
 _LOOK, _BIND, _VERIFY, _WRITE = range(4)
@@ -432,7 +433,7 @@ class _Reads:
             is_shared = cuts_of(batch.context_B.tolist(), self._pools.kv_heads) > 1
         cuts, (_, made, room) = threads if is_shared else 1, self.sums_at
         self.has_sums = True
-        if made == cuts and entry_count <= room <= 4 * entry_count + _ROOM:
+        if made == cuts and entry_count <= room <= 4 * entry_count + _ROOM_KEPT:
             self._sums.fill(0)
             return
         room = entry_count + entry_count // 4 + _ROOM

@@ -43,6 +43,8 @@ from serinus.kernels.packed import PackedLinear, RowBlocks
 
 _ENGINES_KEPT = 4
 """Sets of pools of which something is kept; an engine has one."""
+_DIGESTS_KEPT = 4
+"""Digests of a layer for which there is a call of attention."""
 _STORE, _ATTEND = 1, 2
 """Where they stand among the calls of a layer."""
 _OUTPUT, _ADDED = 4, 6
@@ -139,11 +141,14 @@ class _Rows:
 
 @dataclass(slots=True, eq=False)
 class _Taken:
-    """What a layer was told to digest."""
+    """What the calls of a layer digest, as they are."""
 
     written: WrittenRows | None
     digest: LayerDigest | None
     attend: KernelCall
+    attends: dict[int, KernelCall]
+    """Attention that digests nothing, and that of the latest digests, by their identities: from one step to the next
+    pages of a sequence are due, and are not."""
     laid: tuple[int, int] = (-1, -1)
     """Items of attention and the threads that they are shared by, as its arguments have them."""
 
@@ -208,8 +213,13 @@ class _Steps:
     def take(self, layer: int, written: WrittenRows | None, digest: LayerDigest | None) -> None:
         self._told = None
         taken = self._taken[layer]
-        if taken is None or taken.written is not written or taken.digest is not digest:
+        if taken is None:
             taken = self._taken[layer] = self._make(layer, written, digest)
+        elif taken.written is not written:
+            taken.written = written
+            self._calls.put(self._begins[layer] + _STORE, [self._store(layer, written)])
+        if taken.digest is not digest:
+            self._watch(layer, taken, digest)
         weights, batch = self._model.layers[layer], self._batch
         assert batch is not None, "kernels: a layer of a step that has not begun"
         window, lay = weights.window, self._lays[weights.window]
@@ -251,39 +261,25 @@ class _Steps:
         refuse_row(said, slot_count)
 
     def _make(self, layer: int, written: WrittenRows | None, digest: LayerDigest | None) -> _Taken:
+        """All calls of a layer."""
         model, rows, count = self._model, self._rows, self._count
-        weights, (k_SHD, v_SHD) = model.layers[layer], self._kv[layer]
+        weights = model.layers[layer]
         gate_up, down = _dense(weights.gate_up), _dense(weights.down)
-        table_RC = self._tables[weights.part]
         residual_TE, x_TE, eps = self._residual_TE, self._x_TE, model.eps
         normed_TE, scaled_TE = rows.normed_RE[:count], rows.scaled_RE[:count]
-        qkv_TX, q_TND, mixed_TND = rows.qkv_RX[:count], rows.q_RND[:count], rows.mixed_RND[:count]
         gated_TF = rows.gated_RF[:count]
         assert weights.input_norm_E is not None, "kernels: a whole layer without a norm before attention"
         assert weights.mlp_norm_E is not None, "kernels: a whole layer without a norm before its MLP"
         before = None if not layer else x_TE if model.layers[layer - 1].output_norm_E is None else scaled_TE
-        assert self._batch is not None, "kernels: a layer of a step that has not begun"
-        window, sinks_N = weights.window, weights.sinks_N
-        check_paged_attention(q_TND, k_SHD, v_SHD, table_RC, self._batch, window, model.softcap, sinks_N)
-        if digest is not None:
-            check_layer_digest(k_SHD, self._batch, digest)
-        attend = decode_call(
-            q_TND, k_SHD, v_SHD, table_RC, rows.units[window], model.scale, window, model.softcap, sinks_N,
-            mixed_TND, digest, count,
-        )  # fmt: skip
-        if self._is_watched:
-            attend.refusal = ""  # what is no slot was read as slot 0, and the canary finds it
+        attend = self._attend(layer, digest)
         calls = [
             normed_call(
                 before, residual_TE, weights.input_norm_E, eps, weights.qkv, _rows_of(weights.qkv), None, normed_TE,
-                qkv_TX,
+                rows.qkv_RX[:count],
             ),
-            store_call(
-                qkv_TX, weights.cos_PF, weights.sin_PF, self._positions_T, weights.q_norm_D, weights.k_norm_D, eps,
-                k_SHD, v_SHD, self._slots[weights.part], q_TND, written,
-            ),
+            self._store(layer, written),
             attend,
-            rows_call(mixed_TND.view(count, -1), weights.output, _rows_of(weights.output), x_TE),
+            rows_call(rows.mixed_RND[:count].view(count, -1), weights.output, _rows_of(weights.output), x_TE),
         ]  # fmt: skip
         after = x_TE
         if weights.attention_norm_E is not None:
@@ -299,7 +295,42 @@ class _Steps:
         if weights.output_norm_E is not None:
             calls.append(norm_call(x_TE, None, weights.output_norm_E, scaled_TE, eps))
         self._calls.put(self._begins[layer], calls)
-        return _Taken(written, digest, attend)
+        return _Taken(written, digest, attend, {id(digest): attend})
+
+    def _store(self, layer: int, written: WrittenRows | None) -> KernelCall:
+        model, rows, count = self._model, self._rows, self._count
+        weights, (k_SHD, v_SHD) = model.layers[layer], self._kv[layer]
+        return store_call(
+            rows.qkv_RX[:count], weights.cos_PF, weights.sin_PF, self._positions_T, weights.q_norm_D, weights.k_norm_D,
+            model.eps, k_SHD, v_SHD, self._slots[weights.part], rows.q_RND[:count], written,
+        )  # fmt: skip
+
+    def _attend(self, layer: int, digest: LayerDigest | None) -> KernelCall:
+        model, rows, count = self._model, self._rows, self._count
+        weights, (k_SHD, v_SHD) = model.layers[layer], self._kv[layer]
+        table_RC, window, sinks_N = self._tables[weights.part], weights.window, weights.sinks_N
+        q_TND, mixed_TND = rows.q_RND[:count], rows.mixed_RND[:count]
+        assert self._batch is not None, "kernels: a layer of a step that has not begun"
+        check_paged_attention(q_TND, k_SHD, v_SHD, table_RC, self._batch, window, model.softcap, sinks_N)
+        if digest is not None:
+            check_layer_digest(k_SHD, self._batch, digest)
+        attend = decode_call(
+            q_TND, k_SHD, v_SHD, table_RC, rows.units[window], model.scale, window, model.softcap, sinks_N,
+            mixed_TND, digest, count,
+        )  # fmt: skip
+        if self._is_watched:
+            attend.refusal = ""  # what is no slot was read as slot 0, and the canary finds it
+        return attend
+
+    def _watch(self, layer: int, taken: _Taken, digest: LayerDigest | None) -> None:
+        """Have the attention of a layer digest this from now on."""
+        attend = taken.attends.get(id(digest))  # a call holds its digest, so no other one has that identity
+        if attend is None:
+            if len(taken.attends) > _DIGESTS_KEPT:
+                taken.attends.clear()
+            attend = taken.attends[id(digest)] = self._attend(layer, digest)
+        taken.digest, taken.attend, taken.laid = digest, attend, (-1, -1)
+        self._calls.put(self._begins[layer] + _ATTEND, [attend])
 
 
 def _size_of(layer: LayerWeights) -> int:
