@@ -21,7 +21,6 @@ from serinus.core.stamps import STAMP_BYTES, STAMP_FIELDS
 from serinus.kernels import FP8_FORMATS, Kernels, prefer_huge_pages
 from serinus.pool.copy_engine import copy_runs
 
-_LINE_BYTES = 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8_FORMATS)
 Strips = Sequence[tuple[Tensor, ...]]
 """Strips of slots of one width: (k, v) or the latent rows of layers, or lanes of stamps."""
@@ -349,26 +348,26 @@ def _ids(numbers: NDArray[np.integer]) -> Tensor:
 
 
 def _zeros(byte_count: int, device: str) -> Tensor:
-    """Zero bytes, aligned to a cache line; on the CPU not touched yet (torch.zeros would touch every page)."""
+    """Zero bytes, aligned to a cache line at least; on the CPU not touched yet (torch.zeros would touch every page)."""
     if device != "cpu":
         return torch.zeros(byte_count, dtype=torch.uint8, device=device)
-    return torch.from_numpy(lazy_zeros(byte_count, _LINE_BYTES))
+    return torch.from_numpy(lazy_zeros(byte_count))
 
 
-def lazy_zeros(byte_count: int, align: int) -> NDArray[np.uint8]:
-    """Zero bytes of the host, aligned, on huge pages where there are some; mapped when they are first written.
+def lazy_zeros(byte_count: int) -> NDArray[np.uint8]:
+    """Zero bytes of the host from the beginning of a page on, huge pages where there are some; mapped when they are
+    first written.
 
     Not from calloc: where freed blocks leave a hole in the heap it reuses that, and writes all of it.
     Raises MemoryError: the system does not give the memory.
     """
     try:
-        mapped = mmap.mmap(-1, byte_count + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapped = mmap.mmap(-1, max(byte_count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"pool: the system gives no {byte_count} bytes ({error})") from error
-    raw = np.frombuffer(mapped, dtype=np.uint8)
-    prefer_huge_pages(raw.ctypes.data, raw.nbytes)
-    skip = -raw.ctypes.data % align
-    return raw[skip : skip + byte_count]
+    memory = np.frombuffer(mapped, dtype=np.uint8)[:byte_count]
+    prefer_huge_pages(memory.ctypes.data, byte_count)
+    return memory
 
 
 class _Alias:

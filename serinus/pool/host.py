@@ -21,7 +21,6 @@ from serinus.kernels import populate
 from serinus.pool.device import PoolSpec, lazy_zeros
 from serinus.pool.workers import ThreadWorkers
 
-_LINE_BYTES = 4096
 _GB = 10**9
 _PIECE_BYTES = 1 << 21
 """Mapped at a time: the process maps nothing else meanwhile."""
@@ -47,7 +46,7 @@ class HostPool:
         """Bytes of one page: those of the device pool's; 0 where the part has no layers."""
         byte_count = page_count * spec.page_bytes
         try:
-            memory = lazy_zeros(byte_count, _LINE_BYTES)
+            memory = lazy_zeros(byte_count)
         except MemoryError as error:
             raise ConfigError(
                 f"pool: the system gives no {byte_count / _GB:.2f} GB for the host tier, expected --hicache-size "
