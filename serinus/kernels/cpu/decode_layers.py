@@ -326,7 +326,7 @@ class _Steps:
         """Have the attention of a layer digest this from now on."""
         attend = taken.attends.get(id(digest))  # a call holds its digest, so no other one has that identity
         if attend is None:
-            if len(taken.attends) > _DIGESTS_KEPT:
+            if len(taken.attends) >= _DIGESTS_KEPT:
                 taken.attends.clear()
             attend = taken.attends[id(digest)] = self._attend(layer, digest)
         taken.digest, taken.attend, taken.laid = digest, attend, (-1, -1)
