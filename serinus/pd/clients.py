@@ -85,6 +85,8 @@ class Client:
     """(xid, piece, rank) sent and not yet taken; receiver-checked."""
     live: dict[int, str] = field(default_factory=dict)
     """xid of each handoff under way, by its grant."""
+    hold: str = ""
+    """Pull: what it reads to learn whether we still hold what we offered; empty = it asks."""
     floor: int = 0
     """Grants below it are over, as the client says."""
     closed: set[int] = field(default_factory=set)
@@ -177,14 +179,16 @@ class Clients:
             return
         layout = RankLayout(hello.layout)
         mode = settings.capabilities_of(backend).between(RankLayout(settings.layout), layout)
+        holds = settings.holds.get(backend) if mode is Mode.PULL else None
+        hold = holds.begin() if holds is not None else ""
         self._clients[peer] = Client(
-            peer=peer, engine=hello.engine, incarnation=incarnation, backend=backend, mode=mode,
-            layout=layout, pulse=Pulse(ticked_at=now, said_at=now, step_s=hello.step_s_max),
+            peer=peer, engine=hello.engine, incarnation=incarnation, backend=backend, mode=mode, layout=layout,
+            hold=hold, pulse=Pulse(ticked_at=now, said_at=now, step_s=hello.step_s_max),
             lanes=tuple(Lane(rank=rank) for rank in range(self._rank_count)),
         )  # fmt: skip
         welcome = HelloOk(
             engine=settings.engine, role="prefill", backend=backend, mode=mode.value, layout=settings.layout,
-            endpoints=settings.endpoints.get(backend, ()), step_s_max=self._step_s,
+            endpoints=settings.endpoints.get(backend, ()), hold=hold, step_s_max=self._step_s,
         )  # fmt: skip
         if settings.cluster_secret:
             mac = greeting_mac(settings.cluster_secret, welcome, settings.incarnation, hello.nonce)
@@ -234,8 +238,10 @@ class Clients:
         return f"{name}: {reason}" if reason else ""
 
     def remove(self, peer: str, reason: str, out: list[PrefillAction]) -> None:
-        """Forget a client whose connection is over."""
+        """Forget a client whose connection is over; its handoffs end behind this."""
         client = self._clients.pop(peer)
+        if client.hold:
+            self._settings.holds[client.backend].end(client.hold)
         out.append(self._news(peer, client.engine, "down", reason, client.backend, client.incarnation))
 
     def forget_stranger(self, peer: str) -> None:

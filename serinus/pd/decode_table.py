@@ -112,8 +112,8 @@ class DecodeTable:
             out.append(Send(peer=handoff.peer, message=abort))
 
     def land_if_whole(self, handoff: DecodeHandoff, now: float, out: list[DecodeAction]) -> None:
-        """Everything is taken in and DONE has come: land it (pull: first ask whether the source was there), or fail it
-        where the totals disagree."""
+        """Everything is taken in and DONE has come: land it, or fail it where the totals disagree. Pull: the source
+        must have been there all the time, as its hold says; else the peer is asked."""
         done, account = handoff.done, handoff.account
         if done is None or account is None or handoff.copying or handoff.confirming_since is not None:
             return
@@ -122,11 +122,17 @@ class DecodeTable:
             wrong = f"first token is {done.token}, expected less than {self._settings.vocab_size}"
         if wrong:
             self.fail(handoff, "mismatch", f"pd: {wrong}", now, out)
-        elif handoff.mode is Mode.PULL:
+        elif handoff.mode is Mode.PULL and not self._is_held(handoff):
             handoff.confirming_since = now
             out.append(Send(peer=handoff.peer, message=Confirm(xid=handoff.xid, grant=handoff.grant)))
         else:
             self.land(handoff, done, account, now, out)
+
+    def _is_held(self, handoff: DecodeHandoff) -> bool:
+        """Whether the peer holds its pages still, now that all reads of them have ended."""
+        peer = self._registry.named(handoff.peer)
+        holds = self._settings.holds.get(peer.backend) if peer is not None else None
+        return peer is not None and holds is not None and holds.lasts(peer.hold)
 
     def land(
         self, handoff: DecodeHandoff, done: Done, account: ArrivalAccount, now: float, out: list[DecodeAction]
@@ -135,7 +141,8 @@ class DecodeTable:
         self._remove(handoff, out)
         peer = self._registry.named(handoff.peer)
         assert peer is not None, f"pd: {handoff.rid} outlived its peer {handoff.peer}"
-        out.append(Send(peer=handoff.peer, message=DoneOk(xid=handoff.xid, grant=handoff.grant)))
+        if handoff.confirming_since is None:  # else the peer knows since CONFIRM
+            out.append(Send(peer=handoff.peer, message=DoneOk(xid=handoff.xid, grant=handoff.grant)))
         out.append(handoff.landed(done, account, peer.engine, peer.backend, now))
 
     def failed_there(self, handoff: DecodeHandoff, code: str, reason: str, now: float, out: list[DecodeAction]) -> None:

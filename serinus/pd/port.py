@@ -136,6 +136,7 @@ class HandoffPort(Generic[M]):
         self.settings = replace(
             settings, endpoints={**settings.endpoints, **{name: tuple(own) for name, own in self._endpoints.items()}},
             refusals={backend.name: backend.refusal for backend in one_sided},
+            holds={backend.name: backend.holds for backend in one_sided if backend.holds is not None},
         )  # fmt: skip
         self.machine = machine(self.settings, mint=mint)
         self._outgoing: list[PeerAction] = []

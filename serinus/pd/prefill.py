@@ -266,9 +266,7 @@ class PrefillSide:
             case DataOk():
                 self._data_ok(client, message, out)
             case DoneOk():
-                handoff = self._of(client, message.xid)
-                if handoff is not None and handoff.done_sent and handoff.grant == message.grant and not handoff.chunks:
-                    self._table.drained(handoff, now, out)
+                self._done_ok(client, message, now, out)
             case Confirm():
                 self._confirm(client, message, now, out)
             case Drained():
@@ -374,6 +372,17 @@ class PrefillSide:
         client.lanes[message.rank].is_full = False
         out.append(Unstage(peer=client.peer, xid=message.xid, piece=message.piece, rank=message.rank))
         self._table.queue.pump(client, out)
+
+    def _done_ok(self, client: Client, message: DoneOk, now: float, out: list[PrefillAction]) -> None:
+        """Decode has everything. Pull: perhaps of a handoff that has ended here, and only the end of its reads was
+        awaited."""
+        ended = self._table.draining.get(message.xid)
+        if ended is not None and (ended.peer, ended.grant) == (client.peer, message.grant) and client.mode is Mode.PULL:
+            self._table.abort_if_drained(ended, out)
+            return
+        handoff = self._of(client, message.xid)
+        if handoff is not None and handoff.done_sent and handoff.grant == message.grant:
+            self._table.drained(handoff, now, out)
 
     def _confirm(self, client: Client, message: Confirm, now: float, out: list[PrefillAction]) -> None:
         """Decode has read everything: was it there all the time?"""

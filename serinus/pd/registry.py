@@ -78,6 +78,8 @@ class Peer:
     routes: Routes | None = None
     """Own ranks that take what its ranks send, once it was greeted."""
     mode: Mode = Mode.RECEIVER_CHECKED
+    hold: str = ""
+    """Pull: says whether it still holds what it offered over this connection; empty = it is asked."""
     fencing: str = ""
     """Name of the connection that is being cut off from our memory: no new one is opened before that is done."""
     nonce: bytes = b""
@@ -170,7 +172,7 @@ class Registry:
         peer.state, peer.since, peer.failures, peer.suspect, peer.reason = PeerState.UP, now, 0, False, ""
         peer.engine, peer.incarnation, peer.backend = message.engine, incarnation, message.backend
         peer.slow, peer.pulse.said_at, peer.pulse.step_s = False, now, message.step_s_max
-        peer.layout, peer.mode = RankLayout(message.layout), Mode(message.mode)
+        peer.layout, peer.mode, peer.hold = RankLayout(message.layout), Mode(message.mode), message.hold
         slices = self._settings.capabilities_of(message.backend).slices
         peer.routes = Routes(peer.layout, RankLayout(self._settings.layout), slices=slices)
         out.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from serinus.core.errors import ConfigError, LayoutMismatch
 from serinus.core.parts import Part
@@ -13,6 +13,21 @@ from serinus.pd.modes import Capabilities, check_safe, known_capabilities
 from serinus.wire.messages import LayoutSignature
 
 Refusal: TypeAlias = Callable[[Sequence[bytes], Sequence[bytes], Sequence[tuple[int, int]]], str]
+
+
+class Holds(Protocol):
+    """Says, without a message, whether prefill still holds what it offered over a connection (pull)."""
+
+    def begin(self) -> str:
+        """Prefill: for a new connection, until `end`: where its peer finds it; empty = there is none."""
+
+    def end(self, hold: str) -> None:
+        """Prefill: it is over. Called before anything is given up that its peer may read."""
+
+    def lasts(self, hold: str) -> bool:
+        """Decode: whether it is not over; False too where that is not known."""
+
+
 PIECE_BYTES_MAX = 64 << 20
 """No piece is larger: between two of them prefill looks whether the grant is still open."""
 
@@ -40,6 +55,8 @@ class HandoffSettings:
     """How peers reach our memory, by backend, one text per rank; for one-sided backends."""
     refusals: Mapping[str, Refusal] = field(default_factory=dict)
     """Why our endpoints and those of a peer do not go together, in words, by backend (OneSided.refusal)."""
+    holds: Mapping[str, Holds] = field(default_factory=dict)
+    """By backend, where pages are pulled and both sides share memory."""
     host: str = ""
     """Identity of this machine (backends.host_identity()); shm needs the same on both sides, and not empty."""
     cluster_secret: str = field(default="", repr=False)

@@ -103,7 +103,6 @@ class Cluster:
         self.network.drop_at.update(scenario.drop_frames)
         self.network.repeat_at.update(scenario.repeat_frames)
         self.fabric = Fabric(self.timeline, scenario.options, rng.split("fabric"))
-        self.fabric.blocked = self.network.blocked
         self.shared = Shared(scenario.seed, scenario.shape.backend, self.fabric, self.timeline, rng.split("folders"))
         self.sent = SentPages(lambda name: (self.engines[name].life, self.engines[name].cache))
         self.engines = {
@@ -258,9 +257,12 @@ class Cluster:
                 self._note("paused", engine.name, until=until)
                 self._healed_at = max(self._healed_at, until)
             case Partition():
-                self.network.blocked.add((fault.source, fault.target))
+                pair, silenced = (fault.source, fault.target), [self.network.blocked]
+                silenced += [self.fabric.blocked] * fault.data
+                for blocked in silenced:
+                    blocked.add(pair)
+                    self.timeline.after(fault.for_s, blocked.discard, pair)
                 self._note("fault", fault.source, "", f"partition: {fault.source} to {fault.target}", now + fault.for_s)
-                self.timeline.after(fault.for_s, self.network.blocked.discard, (fault.source, fault.target))
                 self._healed_at = max(self._healed_at, now + fault.for_s)
 
     def _cancel(self, client: SimClient) -> None:
@@ -348,6 +350,7 @@ class Cluster:
     def _make_calm(self) -> None:
         self.network.calm = self.fabric.calm = True
         self.network.blocked.clear()
+        self.fabric.blocked.clear()
         for engine in self.engines.values():
             engine.process.wake()
 

@@ -23,6 +23,7 @@ from serinus.pd import OneSided
 from serinus.pd.backends import CudaIpcBackend, MooncakeBackend, NixlBackend, Strips
 from serinus.pd.backends.mooncake import MooncakeLibrary
 from serinus.pd.backends.nixl import NixlLibrary
+from serinus.pd.backends.shm import Segments
 from serinus.sim.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Fabric:
         self.rng = rng
         self.calm = False
         self.blocked: set[tuple[str, str]] = set()
-        """Pairs of engines between which nothing passes; the network's own."""
+        """Pairs of engines between which nothing passes."""
         self.cards: dict[str, Card] = {}
         """Those that are alive, by session."""
         self.made = 0
@@ -239,13 +240,13 @@ def _put(card: Card, addresses: NDArray[np.int64], data: Sequence[Bytes]) -> Non
         card.bytes_at(at, len(each), writes=True)[:] = each
 
 
-def one_sided(fabric: Fabric, engine: SimEngine, rank: int, kind: str) -> OneSided:
-    """The product's backend of one rank over the simulated library."""
+def one_sided(fabric: Fabric, engine: SimEngine, rank: int, kind: str, segments: Segments) -> OneSided:
+    """The product's backend of one rank over the simulated library. `segments`: of its process."""
     tag = f"{engine.name}.{rank}"
     if kind == "ipc":
         from serinus.sim.device_memory import SimIpc
 
-        return CudaIpcBackend(SimIpc(fabric, engine, rank), shares=engine.shape.role == "prefill")
+        return CudaIpcBackend(SimIpc(fabric, engine, rank), shares=engine.shape.role == "prefill", segments=segments)
     if kind == "pull":
         agent = partial(SimAgent, fabric, engine, rank)
         return NixlBackend(tag, NixlLibrary(agent=agent, config=lambda backends: backends, errors=(SimNixlError,)))

@@ -190,6 +190,8 @@ class Partition:
     at: float = 0.0
     for_s: float = 1.0
     step: int = -1
+    data: bool = True
+    """So does what a one-sided backend moves; False = that goes by another network."""
 
 
 Fault = Cancel | Crash | Pause | Partition

@@ -139,7 +139,8 @@ class Shared:
         """How pages travel to and from one run of an engine, by rank."""
         count = engine.shape.tp * engine.shape.pp
         if self.backend in ONE_SIDED:
-            return [[one_sided(self.fabric, engine, rank, self.backend)] for rank in range(count)]
+            segments = self.machine.process(engine.name)
+            return [[one_sided(self.fabric, engine, rank, self.backend, segments)] for rank in range(count)]
         backend: AnyBackend = TcpBackend(_STAGING_BYTES)
         if self.backend == "local":
             backend = Staging(self.local)

@@ -69,6 +69,9 @@ class HelloOk(MessageBase, frozen=True, kw_only=True):
     layout: LayoutSignature
     endpoints: Blobs = ()
     """Of the chosen backend: one per rank."""
+    hold: Name = ""
+    """Pull: where decode reads whether prefill still holds what it offered over this connection; empty = it asks, with
+    CONFIRM."""
     mac: Mac = b""
     step_s_max: Seconds = 0.0
     """As in Keepalive: the longest silence of the sender, computing."""

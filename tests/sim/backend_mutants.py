@@ -8,12 +8,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from serinus.core.rng import Rng
 from serinus.pd.backends import CudaIpcBackend, MooncakeBackend, NixlBackend, OpResult, OpState, Staged
+from serinus.pd.backends.holds import SharedHolds
 from serinus.pd.backends.shm import _ShmSender
+from serinus.pd.decode_table import DecodeTable
 from serinus.pd.layout import Cut, RankLayout
+from serinus.pd.registry import Registry
 from serinus.pd.slices import Slice
 from serinus.sim import Scenario, draw
 from serinus.sim.one_sided import SimAgent, SimTransferEngine
+from serinus.sim.options import Options, Partition
 from tests.sim.canary_mutants import damaged
 from tests.sim.hunting import mutant, replaced
 
@@ -103,22 +108,68 @@ def other_heads() -> Iterator[None]:
         yield
 
 
-@mutant("sums of what was read are not compared, and no CONFIRM is awaited", "ipc")
+def outlasting(seed: int, backend: str) -> Scenario:
+    """Reads go on after prefill has given a decode engine up, which does not know yet, as it hears nothing; prompts of
+    another one take the pages meanwhile."""
+    rng = Rng(seed).split("outlasting")
+    scenario = draw(seed, backend=backend, slides=False, canary="", unequal=False)
+    works = [replace(rng.choice(scenario.works), rid=f"r{index}", prefill="p0") for index in range(12)]
+    early = [replace(work, decode="d0", at=round(rng.random() * 0.2, 3)) for work in works[:4]]
+    late = [replace(work, decode="d1", at=round(5.0 + rng.random() * 3.0, 3)) for work in works[4:]]
+    later = round(0.5 + 4.0 * rng.random(), 3)
+    silence = tuple(
+        Partition(source=source, target=target, at=at, for_s=9.0, data=False)
+        for source, target, at in (("d0", "p0", 0.3), ("p0", "d0", later))
+    )
+    options = Options(delay_s=0.01, write_late_s=9.0)
+    return replace(scenario, works=(*early, *late), faults=silence, options=options)
+
+
+def _outlasting(backend: str) -> dict[str, Any]:
+    """What a mutant says of such worlds."""
+    return {"world": partial(outlasting, backend=backend), "says": "I6"}
+
+
+def _without_sums(owner: type, name: str, value: Any) -> Iterator[None]:
+    """A patch, where sums of what was read are not compared."""
+    import serinus.pd.page_worker as page_worker
+
+    with replaced(page_worker, "check_digests", lambda *rest: None), replaced(owner, name, value):
+        yield
+
+
+@mutant("neither sums nor hold nor CONFIRM", **_outlasting("ipc"))
+@mutant("neither digests nor CONFIRM", **_outlasting("pull"))
 def trusting() -> Iterator[None]:
     """A read that ended well is believed: it always does."""
-    import serinus.pd.page_worker as page_worker
-    from serinus.pd.decode_table import DecodeTable
-    from serinus.pd.modes import Mode
+    yield from _without_sums(DecodeTable, "_is_held", lambda self, handoff: True)
 
-    original = DecodeTable.land_if_whole
 
-    def land(self: DecodeTable, handoff: Any, now: float, out: list[Any]) -> None:
-        mode, handoff.mode = handoff.mode, Mode.RECEIVER_CHECKED
-        original(self, handoff, now, out)
-        handoff.mode = mode
+@mutant("no sums, and a hold outlives its connection", **_outlasting("ipc"))
+def everlasting() -> Iterator[None]:
+    """Prefill gives pages up, and their hold says that it has not."""
+    yield from _without_sums(SharedHolds, "end", lambda self, hold: None)
 
-    with replaced(page_worker, "check_digests", lambda *rest: None), replaced(DecodeTable, "land_if_whole", land):
-        yield
+
+@mutant("no sums, and a hold is looked at when its connection begins", **_outlasting("ipc"))
+def looked_early() -> Iterator[None]:
+    """...and not when the reads have ended."""
+    found: dict[str, bool] = {}
+    lasts = SharedHolds.lasts
+
+    def held(self: SharedHolds, hold: str) -> bool:
+        return found.setdefault(hold, lasts(self, hold))
+
+    welcome = Registry.welcome
+
+    def greeted(self: Registry, peer: Any, *rest: Any) -> bool:
+        done = welcome(self, peer, *rest)
+        for holds in self._settings.holds.values():
+            holds.lasts(peer.hold)
+        return done
+
+    with replaced(Registry, "welcome", greeted):
+        yield from _without_sums(SharedHolds, "lasts", held)
 
 
 @mutant("a read into rows is over when it has begun", world=lambda seed: draw(seed, backend="pull", unequal=True))

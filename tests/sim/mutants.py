@@ -27,9 +27,7 @@ from serinus.pd.arrival_account import ArrivalAccount
 from serinus.pd.backends import OpState
 from serinus.pd.clients import Client
 from serinus.pd.decode import DecodeSide
-from serinus.pd.decode_table import DecodeTable
 from serinus.pd.events import CancelHandoff
-from serinus.pd.modes import Mode
 from serinus.pd.one_sided_ops import OneSidedOps
 from serinus.pd.pages import RankFenced
 from serinus.pd.prefill_handoff import PrefillHandoff
@@ -163,22 +161,6 @@ def fence_without_cutting() -> Iterator[None]:
 
 
 # ---- PD.md: pull, sources, snapshots, counts, ranks ---------------------------------------------------------------
-
-
-@mutant("confirm skipped", "pull", "ipc")
-def confirm_skipped() -> Iterator[None]:
-    """Decode commits what it has read without asking whether the source was there all the time."""
-    original = DecodeTable.land_if_whole
-
-    def land(self: DecodeTable, handoff: Any, now: float, out: list[Any]) -> None:
-        mode = handoff.mode
-        if mode is Mode.PULL:
-            handoff.mode = Mode.RECEIVER_CHECKED
-        original(self, handoff, now, out)
-        handoff.mode = mode
-
-    with replaced(DecodeTable, "land_if_whole", land):
-        yield
 
 
 @mutant("the lease is only a word", "ipc")

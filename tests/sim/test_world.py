@@ -12,6 +12,7 @@ from serinus.core.rng import Rng
 from serinus.sim import Run, Scenario, draw, run
 from serinus.sim.options import Cancel
 from tests.cells import some
+from tests.sim.backend_mutants import outlasting
 
 SEEDS = 50
 """In the default suite; the proof goes on to PROOF_SEEDS."""
@@ -145,3 +146,17 @@ def test_prompt_chunks_are_computed_ahead_where_many_come_at_once(canary: str) -
         assert result.finding is None, f"seed {seed}: {result.finding}"
         chunks += result.counts["chunks ahead"]
     assert chunks > 30
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", ["ipc", "ipc, asked", "pull"])
+def test_where_nothing_compares_what_was_read_a_hold_or_confirm_keeps_wrong_kv_out(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worlds of the mutants that have neither: reads outlast the connection."""
+    monkeypatch.setattr("serinus.pd.page_worker.check_digests", lambda *rest: None)
+    if backend == "ipc, asked":
+        monkeypatch.setattr("serinus.pd.backends.holds.SharedHolds.lasts", lambda self, hold: False)
+    for seed in range(30):
+        done = run(outlasting(seed, backend.partition(",")[0]))
+        assert done.finding is None, f"{seed}: {done.finding}"

@@ -5,7 +5,8 @@ it writes, which is compared with the owner's sums of the same bytes: nothing pa
 unequal layouts the bytes are layers and heads of pages, by the same kernel; the owner then makes a sum for each rank
 that reads of a page. What makes mode C
 necessary: a read never fails. Memory of an owner that was killed stays readable until we let it go, that of one which
-has given its pages to others is read as it is. So the lease, CONFIRM and the sums decide, never the read itself.
+has given its pages to others is read as it is. So what the owner still
+holds (pd.settings Holds, or CONFIRM) and the sums decide, never the read itself.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from serinus.core.errors import ConfigError, InvariantError, TransferFailed
 from serinus.core.parts import Part
+from serinus.pd.backends.holds import SharedHolds
 from serinus.pd.backends.one_sided import (
     Endpoint,
     Fenced,
@@ -37,6 +39,7 @@ from serinus.pd.backends.one_sided import (
     whole_pages,
     whole_rows,
 )
+from serinus.pd.backends.shm import Segments
 from serinus.pd.modes import Capabilities, Mode
 from serinus.pd.slices import Slice
 
@@ -137,9 +140,11 @@ class CudaIpcBackend:
     name = "cuda_ipc"
     capabilities = Capabilities(mode=Mode.PULL, recut=Mode.PULL, same_host=True, whole_chunks=True, slices=True)
 
-    def __init__(self, library: IpcLibrary, *, shares: bool) -> None:
-        """`shares`: whether peers read our memory (prefill); else we only read theirs (decode), and name none."""
+    def __init__(self, library: IpcLibrary, *, shares: bool, segments: Segments | None = None) -> None:
+        """`shares`: whether peers read our memory (prefill); else we only read theirs (decode), and name none.
+        `segments`: in which holds lie; None = those of the operating system."""
         self._library = library
+        self.holds = SharedHolds(segments)
         self._shares = shares
         self._regions: tuple[Region, ...] = ()
         self._shared: tuple[SharedAllocation, ...] = ()
@@ -335,6 +340,7 @@ class CudaIpcBackend:
         for mapped in self._mapped.values():
             self._library.close(mapped.address)
         self._mapped.clear()
+        self.holds.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

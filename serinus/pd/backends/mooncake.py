@@ -95,6 +95,7 @@ class MooncakeBackend:
 
     name = "mooncake"
     capabilities = Capabilities(mode=Mode.PUSH, fence=Fence.CLOSE, recut=Mode.PULL)
+    holds = None
 
     def __init__(self, host: str = "127.0.0.1", library: MooncakeLibrary | None = None) -> None:
         """`host`: where peers reach this process. The engine listens on all interfaces, whatever this says. `library`:

@@ -102,6 +102,7 @@ class NixlBackend:
 
     name = "nixl"
     capabilities = Capabilities(mode=Mode.PULL, recut=Mode.PULL)
+    holds = None
 
     def __init__(self, agent_name: str, library: NixlLibrary | None = None, device: PoolDevice | None = None) -> None:
         """`agent_name`: differs between any two processes, restarts included; `library`: None = the package; `device`:

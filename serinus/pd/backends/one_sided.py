@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from serinus.core.errors import ConfigError, InvariantError, TransferFailed
 from serinus.core.parts import Part
 from serinus.pd.modes import Capabilities
+from serinus.pd.settings import Holds
 from serinus.pd.slices import Slice
 
 _MAGIC: Final = b"SKV1"
@@ -170,6 +171,10 @@ class OneSided(Protocol):
     name: str
     """Name of the backend: cuda_ipc, nixl or mooncake."""
     capabilities: Capabilities
+
+    @property
+    def holds(self) -> Holds | None:
+        """Where both sides of a pull share memory; None = decode asks with CONFIRM."""
 
     def register(self, regions: Sequence[Region]) -> bytes:
         """Make memory reachable, once; returns our endpoint, for the peers. Raises ConfigError where it cannot be."""

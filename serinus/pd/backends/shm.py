@@ -128,7 +128,7 @@ class _ShmSender:
         except OSError as error:
             raise TransferFailed(f"pd: no segment of {staging_bytes} bytes for a peer: {error}") from None
         self._fd, self._area = own.fd, own.area
-        self._name = f"{segments.pid}:{own.fd}:{own.inode}"
+        self._name = segment_name(segments.pid, own)
 
     def stage(self, byte_count: int) -> Staged | None:
         taken = self._spans.take(byte_count)
@@ -157,7 +157,7 @@ class _ShmReceiver:
     def fetch(self, data: Located, payload: Buffer) -> NDArray[np.uint8]:
         area = self._areas.get(data.shm_name)
         if area is None:
-            area = self._areas[data.shm_name] = _attach(self._segments, data.shm_name)
+            area = self._areas[data.shm_name] = attach(self._segments, data.shm_name)
             if len(self._areas) > _MAPPED_MAX:
                 self._areas.popitem(last=False)
         self._areas.move_to_end(data.shm_name)
@@ -170,7 +170,12 @@ class _ShmReceiver:
         self._areas.clear()
 
 
-def _attach(segments: Segments, name: str) -> NDArray[np.uint8]:
+def segment_name(pid: int, own: Opened) -> str:
+    """What a process calls a segment of its own before others."""
+    return f"{pid}:{own.fd}:{own.inode}"
+
+
+def attach(segments: Segments, name: str) -> NDArray[np.uint8]:
     """Map a sender's segment read only. Raises TransferFailed where it is not what it should be."""
     match = _NAME.fullmatch(name)
     if match is None:
