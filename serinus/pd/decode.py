@@ -60,7 +60,6 @@ from serinus.wire.messages import (
     HelloOk,
     Keepalive,
     KvFound,
-    SourceLease,
 )
 
 _CODES: Final = frozenset(
@@ -69,7 +68,7 @@ _CODES: Final = frozenset(
 )  # fmt: skip
 """Reasons a prefill engine may give; they become labels of a metric, so a peer does not invent new ones."""
 
-_About = Data | Done | Fail | Expired | ConfirmOk | SourceLease
+_About = Data | Done | Fail | Expired | ConfirmOk
 
 
 @dataclass(slots=True, kw_only=True)
@@ -338,7 +337,7 @@ class DecodeSide:
                     self.rejects["unknown_grant"] += 1
             case KvFound() if peer.state is PeerState.UP:
                 out.append(heard(message, peer.engine, peer.name))
-            case Data() | Done() | Fail() | Expired() | ConfirmOk() | SourceLease() if peer.state is PeerState.UP:
+            case Data() | Done() | Fail() | Expired() | ConfirmOk() if peer.state is PeerState.UP:
                 self._about_handoff(event, message, now, out)
             case _:
                 self.rejects["unexpected"] += 1
@@ -389,8 +388,6 @@ class DecodeSide:
                 self._table.failed_there(handoff, "expired", "pd: the source pages are not kept any longer", now, out)
             case ConfirmOk() if handoff.confirming_since is not None and handoff.done is not None:
                 self._table.land(handoff, handoff.done, handoff.account, now, out)
-            case SourceLease():
-                pass
             case _:
                 self.rejects["unexpected"] += 1
 

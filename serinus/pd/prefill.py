@@ -45,7 +45,6 @@ from serinus.wire.messages import (
     Keepalive,
     KvFound,
     Prepare,
-    SourceLease,
 )
 
 _CODES: Final = frozenset(
@@ -351,9 +350,6 @@ class PrefillSide:
             handoff.spans[span.part] = span
             lowest = self._settings.first_needed(span.part, handoff.held, handoff.tokens)
             handoff.first[span.part] = max(span.first * client.layout.page_size, lowest) // self._layout.page_size
-        if client.mode is Mode.PULL:
-            lease = SourceLease(xid=handoff.xid, grant=handoff.grant, lease_s=self._settings.lease_s)
-            out.append(Send(peer=client.peer, message=lease))
         if handoff.is_forgotten:
             handoff.is_forgotten = False
             out.append(handoff.add())

@@ -221,12 +221,6 @@ class AbortAck(MessageBase, frozen=True, kw_only=True):
     ranks: TopIds
 
 
-class SourceLease(_OfGrant, frozen=True, kw_only=True):
-    """P -> D, pull, before the first Data: source pages stay as they are for so long after DONE (or until OK)."""
-
-    lease_s: Seconds
-
-
 class Confirm(_OfGrant, frozen=True, kw_only=True):
     """D -> P, pull: everything is read; did the pages stay as they were until now?"""
 

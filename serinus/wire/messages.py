@@ -37,7 +37,6 @@ from serinus.wire.handoff import (
     KvFound,
     LayoutSignature,
     Prepare,
-    SourceLease,
 )
 from serinus.wire.ranks import EngineEnd, RankAnswers, RankExit, RankHeader, RankHello, RankWelcome
 
@@ -75,7 +74,6 @@ __all__ = [
     "RankHello",
     "RankWelcome",
     "Ready",
-    "SourceLease",
     "Spans",
     "StopEngine",
     "Tokens",
@@ -206,7 +204,6 @@ Message = (
     | HelloAgain
     | AbortGrant
     | AbortAck
-    | SourceLease
     | Confirm
     | ConfirmOk
     | Expired

@@ -58,7 +58,6 @@ from serinus.wire.messages import (
     KvFound,
     Message,
     Prepare,
-    SourceLease,
 )
 from tests.pd.steps import start_event
 from tests.pd.tiny import LAYOUT, PAGE_BYTES, full, make_request, make_settings
@@ -115,7 +114,6 @@ def message_of(choices: Choices, mode: Mode) -> Message:
         Fail(**right, code=("aborted", "made up")[choices.pick(2)], reading=bool(choices.pick(2))),
         AbortGrant(grant=grant, floor=choices.pick(3), xid=xid),
         AbortAck(grant=grant, ranks=(0,) * choices.pick(2)),
-        SourceLease(**right, lease_s=1.0),
         Confirm(**right),
         ConfirmOk(**right),
         Expired(**right),

@@ -50,7 +50,6 @@ from serinus.wire.messages import (
     RankExit,
     RankHello,
     RankWelcome,
-    SourceLease,
     Spans,
     Tokens,
 )
@@ -91,7 +90,6 @@ MESSAGES: tuple[Message, ...] = (
     HelloAgain(nonce=b"n" * 34),
     AbortGrant(grant=7, floor=3, xid="x.0"),
     AbortAck(grant=7, ranks=(0, 1, 2, 3)),
-    SourceLease(xid="x.0", grant=7, lease_s=60.0),
     Confirm(xid="x.0", grant=7),
     ConfirmOk(xid="x.0", grant=7),
     Expired(xid="x.0", grant=7),
