@@ -44,7 +44,6 @@ class Peers:
                     self.mailbox.trust(action.peer)
                 case ClosePeer():
                     self.mailbox.disconnect(action.peer)
-        self.mailbox.flush()
 
     def refresh(self, metrics: Metrics) -> None:
         """Bring the counters of frames up to now, for a scrape."""

@@ -23,7 +23,8 @@ from serinus.core.addresses import bare_host, tcp_url
 from serinus.core.clock import Clock
 from serinus.core.errors import FrameError
 from serinus.wire.channels import Arrived, ChannelEvent, Gone
-from serinus.wire.codec import Parts
+from serinus.wire.codec import Buffer, Parts
+from serinus.wire.zmq_frames import has_message
 from serinus.wire.zmtp import PING, ZmtpReader, part_head
 
 STRANGERS_MAX: Final = 64
@@ -108,10 +109,9 @@ class TcpListener:
         """What came, and the peers that are gone. Called in every turn, whether the socket is ready or not."""
         if self._socket in ready:
             for _ in range(_READS_MAX):
-                try:
-                    routing_id, chunk = self._socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
+                if not has_message(self._socket):
                     break
+                routing_id, chunk = self._socket.recv(zmq.NOBLOCK), self._socket.recv(zmq.NOBLOCK)
                 self._read(routing_id, chunk, events)
         now = self._clock.now()
         for routing_id, since in list(self._leaving.items()):
@@ -134,14 +134,18 @@ class TcpListener:
         if connection is None:
             return
         last = len(parts) - 1
+        together: list[Buffer] = []
         for index, part in enumerate(parts):
             size = part.nbytes if isinstance(part, memoryview) else len(part)
-            head = part_head(size, more=index < last)
+            together.append(part_head(size, more=index < last))
             if size < _COPY_BYTES_MAX:
-                self._write(connection, head + part)
+                together.append(part)
             else:
-                self._write(connection, head)
+                self._write(connection, b"".join(together))
                 self._write(connection, part)
+                together.clear()
+        if together:
+            self._write(connection, b"".join(together))
 
     def trust(self, peer: str) -> None:
         """This peer was greeted: it is no stranger any more."""

@@ -77,10 +77,12 @@ def test_frames_travel_both_ways_and_keep_their_parts(channels: Callable[..., Zm
         (event,) = until(server)
         assert isinstance(event, Arrived)
         assert [bytes(part) for part in event.parts] == [b"head", big.tobytes()]
-        server.send(event.peer, [b"back"])
-        (answer,) = until(client)
-        assert isinstance(answer, Arrived)
-        assert (answer.peer, bytes(answer.parts[0])) == ("server", b"back")
+        frames = [[b"back"], [b"head", b"payload"], [b"head", big.data], [big.data, b"payload"], [big.data, big.data]]
+        for frame in frames:
+            server.send(event.peer, frame)
+        for frame, answer in zip(frames, until(client, len(frames)), strict=True):
+            assert isinstance(answer, Arrived)
+            assert (answer.peer, [bytes(part) for part in answer.parts]) == ("server", [bytes(part) for part in frame])
 
 
 def test_an_address_in_use_is_a_config_error(channels: Callable[..., ZmqChannel]) -> None:
