@@ -55,6 +55,7 @@ from serinus.wire.messages import (
     Drained,
     Expired,
     Fail,
+    Grant,
     HelloAgain,
     HelloNo,
     HelloOk,
@@ -195,7 +196,7 @@ class DecodeSide:
             peer.queue_s += peer.token_s * (len(event.request.prompt) - event.held)
         handoff.spans = tuple(PageSpan(part=s.part, first=s.first, pages=s.pages.copy()) for s in event.spans)
         if handoff.peer:
-            self._grant(handoff, out)
+            out.append(Send(peer=handoff.peer, message=self._grant(handoff)))
         else:
             self._ask_if_up(handoff, now, out)
 
@@ -235,11 +236,10 @@ class DecodeSide:
 
     def _ask(self, handoff: DecodeHandoff, peer: Peer, now: float, out: list[DecodeAction]) -> None:
         handoff.peer, handoff.mode, handoff.asked_at = peer.name, peer.mode, now
-        out.append(Send(peer=peer.name, message=handoff.prepare(self._settings.handoff_s_max)))
-        if handoff.spans:
-            self._grant(handoff, out)
+        granted = self._grant(handoff) if handoff.spans else None
+        out.append(Send(peer=peer.name, message=handoff.prepare(self._settings.handoff_s_max, granted)))
 
-    def _grant(self, handoff: DecodeHandoff, out: list[DecodeAction]) -> None:
+    def _grant(self, handoff: DecodeHandoff) -> Grant:
         peer = self._registry.named(handoff.peer)
         assert peer is not None, f"pd: {handoff.rid} outlived its peer {handoff.peer}"
         assert peer.layout is not None, f"pd: {handoff.peer} was never greeted, expected its layout"
@@ -248,7 +248,7 @@ class DecodeSide:
         account = ArrivalAccount.of(
             self._settings, peer.layout, self._layout, peer.routes, handoff.spans, handoff.held, length
         )  # fmt: skip
-        out.append(Send(peer=handoff.peer, message=handoff.open(account)))
+        return handoff.open(account)
 
     def _stop(self, event: Shutdown, now: float, out: list[DecodeAction]) -> None:
         self._stopped = event.reason

@@ -49,9 +49,11 @@ class DecodeHandoff:
     confirming_since: float | None = None
     """Pull: CONFIRM is on its way."""
 
-    def prepare(self, deadline_s: float) -> Prepare:
-        """The message that asks for the prompt to be computed."""
-        return Prepare(xid=self.xid, grant=self.grant, request=self.request, held=self.held, deadline_s=deadline_s)
+    def prepare(self, deadline_s: float, granted: Grant | None) -> Prepare:
+        """The message that asks for the prompt to be computed; `granted`: into these pages."""
+        return Prepare(
+            xid=self.xid, grant=self.grant, request=self.request, held=self.held, deadline_s=deadline_s, granted=granted
+        )  # fmt: skip
 
     def open(self, account: ArrivalAccount) -> Grant:
         """The permission to fill our pages."""

@@ -326,9 +326,9 @@ class PrefillSide:
         self._table.under_way[message.xid] = handoff
         client.live[message.grant] = message.xid
         out.append(handoff.add())
-        early = client.early.pop(message.grant, None)
-        if early is not None:
-            self._granted(client, early, now, out)
+        granted = client.early.pop(message.grant, None) or message.granted
+        if granted is not None:
+            self._granted(client, granted, now, out)
 
     def _granted(self, client: Client, message: Grant, now: float, out: list[PrefillAction]) -> None:
         if client.is_over(message.grant):

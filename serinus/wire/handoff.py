@@ -100,20 +100,6 @@ class Keepalive(MessageBase, frozen=True, kw_only=True):
     """...and those of a prompt token; 0 = not measured yet."""
 
 
-class Prepare(MessageBase, frozen=True, kw_only=True):
-    """D -> P: compute this prompt; decode holds its first `held` tokens."""
-
-    xid: Name
-    grant: Count
-    """Number of the grant that is to come: orders PREPARE, GRANT and ends of one handoff, however they arrive."""
-    request: Request
-    """As decode knows it, under decode's name for it."""
-    held: Count
-    """Page-aligned (by decode's pages), at most prompt length - 1."""
-    deadline_s: float = 300.0
-    """Seconds from receipt after which prefill may end it with FAIL."""
-
-
 class _OfGrant(MessageBase, frozen=True, kw_only=True):
     """What the two sides say of one grant of one handoff."""
 
@@ -127,6 +113,22 @@ class Grant(_OfGrant, frozen=True, kw_only=True):
     spans: Annotated[tuple[PageSpan, ...], msgspec.Meta(max_length=8)]
     """One per part that has bytes, each up to the end of the prompt, in decode's pages."""
     digest_seed: Count = 0
+
+
+class Prepare(MessageBase, frozen=True, kw_only=True):
+    """D -> P: compute this prompt; decode holds its first `held` tokens."""
+
+    xid: Name
+    grant: Count
+    """Number of the grant that is to come: orders PREPARE, GRANT and ends of one handoff, however they arrive."""
+    request: Request
+    """As decode knows it, under decode's name for it."""
+    held: Count
+    """Page-aligned (by decode's pages), at most prompt length - 1."""
+    deadline_s: float = 300.0
+    """Seconds from receipt after which prefill may end it with FAIL."""
+    granted: Grant | None = None
+    """Where decode has pages for it already; else GRANT comes later."""
 
 
 class Data(_OfGrant, frozen=True, kw_only=True):

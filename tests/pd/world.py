@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ from serinus.pd import (
     PrefillDrained,
     PrefillEvent,
     PrefillSide,
+    PrepareHandoff,
     Recompute,
     ReleaseChunk,
     Send,
@@ -135,8 +137,9 @@ class World:
 
     # ---- steps of engines -------------------------------------------------------------------------------------------
 
-    def start(self, d: int, p: int, length: int, held_pages: int) -> str | None:
-        """A decode engine asks a prefill engine for a prompt; None = no pages for it."""
+    def start(self, d: int, p: int, length: int, held_pages: int, *, early: bool = False) -> str | None:
+        """A decode engine asks a prefill engine for a prompt; None = no pages for it. `early`: it asks before it
+        grants them, with `late_grant`."""
         request = make_request(f"r{self.started}-{len(self.asked[d])}-{self.over.total()}", length, self.started)
         total = -(-length // PAGE_SIZE)
         held_pages = min(held_pages, (length - 1) // PAGE_SIZE)
@@ -144,14 +147,9 @@ class World:
         if pages is None:
             return None
         self.asked[d][request.rid] = Asked(request=request, held=held_pages * PAGE_SIZE, pages=pages)
-        event = StartHandoff(
-            rid=request.rid,
-            request=request,
-            address=f"p{p}",
-            held=held_pages * PAGE_SIZE,
-            spans=full(held_pages, pages),
-        )
-        self.to_decode(d, event)
+        asked: dict[str, Any] = {"rid": request.rid, "request": request, "address": f"p{p}"}
+        self.late_grant = StartHandoff(**asked, held=held_pages * PAGE_SIZE, spans=full(held_pages, pages))
+        self.to_decode(d, PrepareHandoff(**asked) if early else self.late_grant)
         return request.rid
 
     def cancel(self, d: int, rid: str) -> None:
