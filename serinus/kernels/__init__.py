@@ -10,6 +10,7 @@ from serinus.kernels.canary import RING_FIELDS, SEQUENCES, DuePages, Reason, Sta
 from serinus.kernels.contracts import (
     ExpertGate,
     Gate,
+    Lane,
     LatentHeads,
     LayerDigest,
     LayerDigests,
@@ -43,6 +44,7 @@ __all__ = [
     "Gate",
     "GatheredRows",
     "Kernels",
+    "Lane",
     "LatentHeads",
     "LayerDigest",
     "LayerDigests",
