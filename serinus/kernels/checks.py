@@ -18,7 +18,7 @@ from torch import Tensor
 
 from serinus.core.stamps import PARTIAL_LANES
 from serinus.kernels.batch import AttentionBatch
-from serinus.kernels.contracts import Lane, LatentHeads, LayerDigest, LayersKv, WrittenRows
+from serinus.kernels.contracts import LatentHeads, LayerDigest, LayersKv, PoolLane, WrittenRows
 from serinus.kernels.fp8 import FP8_FORMATS
 from serinus.kernels.packed import PackedExperts
 from serinus.kernels.pool_rows import is_laid_out, row_elements
@@ -375,7 +375,7 @@ def check_hashed(lanes: Sequence[Tensor], pages_G: NDArray[np.int64], rows_GY: N
     return width
 
 
-def check_pull_lanes(lanes: Sequence[Lane], sources: Sequence[Lane], sums: Sequence[int]) -> None:
+def check_pull_lanes(lanes: Sequence[PoolLane], sources: Sequence[PoolLane], sums: Sequence[int]) -> None:
     """Raise ValueError where lanes of the two sides differ in size, or a lane is in no sum."""
     expected = [lane.sizes[1:] for lane in lanes]
     for name, side in (("pages", lanes), ("source pages", sources or lanes)):

@@ -76,7 +76,7 @@ class HashedPages(Protocol):
     ) -> NDArray[np.uint64]: ...  # fmt: skip
 
 
-class Lane(NamedTuple):
+class PoolLane(NamedTuple):
     """Where bytes of every page of a pool lie, uint8 [P, ..., W]; P pages, rows of W bytes."""
 
     address: int
@@ -85,8 +85,8 @@ class Lane(NamedTuple):
     """Bytes from one to the next, for each size."""
 
     @classmethod
-    def of(cls, bytes_PW: Tensor) -> Lane:
-        """A tensor's."""
+    def of(cls, bytes_PW: Tensor) -> PoolLane:
+        """That of a tensor of bytes."""
         return cls(bytes_PW.data_ptr(), tuple(bytes_PW.shape), bytes_PW.stride())
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from serinus.core.history import TokenHistory
-from serinus.kernels import Lane, RowSampling
+from serinus.kernels import PoolLane, RowSampling
 from serinus.kernels.ref.pull_pages import pull_pages as reference
 from serinus.kernels.triton.pull_pages import PagePull
 
@@ -195,7 +195,7 @@ def pulled(
 ) -> torch.Tensor:  # fmt: skip
     """As the reference, by the kernel; it runs twice over the same job, the second time as it was kept."""
     device, count = lanes[0].device, len(pages)
-    pull = PagePull([Lane.of(lane) for lane in lanes], [Lane.of(lane) for lane in sources], sums, device)
+    pull = PagePull([PoolLane.of(lane) for lane in lanes], [PoolLane.of(lane) for lane in sources], sums, device)
     pull.check(pages, source_pages)
     words = np.full(pull.word_count(count), -1)
     pull.fill(words, pages, seed, source_pages)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.kernels import Lane
+from serinus.kernels import PoolLane
 from serinus.kernels.ref.pull_pages import page_sums, pull_pages
 from serinus.kernels.triton.pull_pages import PagePull
 from serinus.pd.backends.cuda_library import _ARGUMENTS, CudaFailed, CudaLibrary
@@ -111,7 +111,7 @@ class Job(PagePull):
     """The kernel's work as the reference does it, when its stream comes to it."""
 
     def __init__(self, device: Device, own: Tensor, sources: Tensor | None) -> None:
-        lanes = [[Lane.of(pool)] if pool is not None else [] for pool in (own, sources)]
+        lanes = [[PoolLane.of(pool)] if pool is not None else [] for pool in (own, sources)]
         super().__init__(*lanes, (), torch.device("cpu"))
         self.queue, self.pools = device.queue, (own, sources)
 
@@ -168,7 +168,7 @@ def summed(pool: Tensor, pages: NDArray[np.int32], seed: int) -> bytes:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_jobs_have_their_sums_and_pages_whatever_the_device_does_first(seed: int) -> None:
-    """Steps of the model write pages 0 to 7, pulls the next 8 after a step has cleared them, and nobody the last 8."""
+    """Steps of the model write pages 0 to 7, pulls the next 8 after a step has cleared them; the last 8 stay."""
     gpu = Gpu.made(seed)
     rng, device, under_way = random.Random(seed), gpu.device, list[tuple[DevicePull, bytes]]()
 
@@ -214,7 +214,7 @@ def test_a_slot_is_used_again_when_its_sums_were_read_and_not_while_the_device_m
         assert pulls[-1].sums() == summed(gpu.other, ids(3, 4), turn)
     assert gpu.sizes == [4096]
     assert [pull.sums() for pull in pulls] == [summed(gpu.other, ids(3, 4), turn) for turn in range(20)]
-    gpu.pull(ids(1), 1, ids(3))  # nobody asks for it
+    gpu.pull(ids(1), 1, ids(3))  # its sums are not read
     second = gpu.pull(ids(1), 2, ids(3))
     assert gpu.sizes == [4096] * 2
     assert not second.done()
@@ -235,6 +235,8 @@ def test_a_pull_waits_for_the_step_before_it_and_neither_its_ids_nor_sums_beside
         gpu.device.step()
     assert beside.done()
     assert (pull.done(), len(streams[IDS]), len(streams[OWN])) == (False, 0, 0)
+    assert pull._slot is not None
+    assert pull._slot.there_N[:4].tolist() == [0, 1, 1, 3], "no sum yet, seed, page, source page"
     may_end.append(1)
     assert pull.sums() == summed(gpu.other, ids(3), 1)
     assert len(streams[MODEL]) == 1, "a step that came later has not ended"

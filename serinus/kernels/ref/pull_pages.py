@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.checks import check_pull_lanes, check_pull_pages
-from serinus.kernels.contracts import Lane
+from serinus.kernels.contracts import PoolLane
 
 __all__ = ["KEY_STEP", "MIX", "page_sums", "pull_pages"]
 
@@ -66,7 +66,7 @@ def pull_pages(
         ValueError: sizes disagree, or a page lies outside.
     Cost: the bytes read once, and written once; here more often.
     """
-    own, theirs = [Lane.of(lane) for lane in lanes], [Lane.of(lane) for lane in sources]
+    own, theirs = [PoolLane.of(lane) for lane in lanes], [PoolLane.of(lane) for lane in sources]
     check_pull_lanes(own, theirs, sums)
     source_count = min(lane.sizes[0] for lane in theirs) if theirs else None
     check_pull_pages(pages_G, min(lane.sizes[0] for lane in own), source_pages_G, source_count)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.checks import check_pull_lanes, check_pull_pages
-from serinus.kernels.contracts import Lane
+from serinus.kernels.contracts import PoolLane
 from serinus.kernels.ref import pull_pages as reference
 
 _BLOCK = 2048
@@ -35,13 +35,13 @@ class PagePull:
     is the same for any pages is made once."""
 
     def __init__(
-        self, lanes: Sequence[Lane], sources: Sequence[Lane], sums: Sequence[int], device: torch.device
+        self, lanes: Sequence[PoolLane], sources: Sequence[PoolLane], sums: Sequence[int], device: torch.device
     ) -> None:
         """As the reference takes them. Waits for the current stream of the device. Raises ValueError: sizes disagree,
         or words lie at no multiple of 8."""
         check_pull_lanes(lanes, sources, sums)
         self.sums = max(1, len(sums))
-        """Of a page."""
+        """Sums of each page."""
         self._page_count = min(lane.sizes[0] for lane in lanes)
         self._source_count = min(lane.sizes[0] for lane in sources) if sources else None
         self._device = device
@@ -94,7 +94,7 @@ def _on(stream: int, device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _blocks(
-    own: Sequence[Lane], others: Sequence[Lane], sums: tuple[int, ...]
+    own: Sequence[PoolLane], others: Sequence[PoolLane], sums: tuple[int, ...]
 ) -> tuple[list[tuple[int, ...]], bool, bool]:
     """Of each block of a page: where it begins in page 0 and the distance of two pages, on both sides, in bytes; its
     words, its place and the number of its sum; the words of a row, and of the gaps between two rows, on both sides. And
@@ -117,7 +117,7 @@ def _blocks(
     return found, aligned, rows
 
 
-def _stretches(own: Lane, other: Lane) -> Iterator[tuple[int, int, int, int, int, int]]:
+def _stretches(own: PoolLane, other: PoolLane) -> Iterator[tuple[int, int, int, int, int, int]]:
     """What one program moves of a lane, again and again: where its first row begins on both sides, rows, bytes of each,
     gaps between them on both sides. Rows that touch on both sides are one."""
     *outer, width = own.sizes[1:]

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.core.errors import ConfigError, InvariantError, TransferFailed
-from serinus.kernels import Lane
+from serinus.kernels import PoolLane
 from serinus.pd.backends.cuda_ipc import SharedAllocation
 from serinus.pd.backends.cuda_library import HANDLE_BYTES, CudaFailed, CudaLibrary
 from serinus.pd.backends.cuda_pulls import DevicePull, DevicePulls, PageJob
@@ -170,8 +170,8 @@ def _uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def _lane(rows: PageRows) -> Lane:
-    return Lane(rows.address, (rows.page_count, *rows.shape), (rows.page_step, rows.strip_step, rows.row_step, 1))
+def _lane(rows: PageRows) -> PoolLane:
+    return PoolLane(rows.address, (rows.page_count, *rows.shape), (rows.page_step, rows.strip_step, rows.row_step, 1))
 
 
 def _some_rows(region: Region) -> PageRows:

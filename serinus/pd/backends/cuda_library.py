@@ -81,7 +81,7 @@ class CudaLibrary:
         return int(found.value or 0)
 
     def destroy(self, event: int) -> None:
-        """Give it back."""
+        """Give an event back, which has passed."""
         self._library.cuEventDestroy_v2(event)
 
     def record(self, event: int, stream: int) -> None:
@@ -136,7 +136,7 @@ class CudaLibrary:
         return address.value
 
     def close(self, address: int) -> None:
-        """Unmap it."""
+        """Unmap memory of another process."""
         self._library.cuIpcCloseMemHandle(address)
 
     def has_atomics(self, index: int, other: int) -> bool:

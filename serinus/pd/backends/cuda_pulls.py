@@ -27,13 +27,13 @@ class PageJob(Protocol):
     """What is done with pages of some lanes (kernels/triton/pull_pages.py)."""
 
     sums: int
-    """Of a page."""
+    """Sums of each page."""
 
     def check(self, pages_G: NDArray[np.int32], source_pages_G: NDArray[np.int32] | None) -> None:
         """Raise ValueError where a page lies outside."""
 
     def word_count(self, page_count: int) -> int:
-        """Of a job."""
+        """Words of the job of so many pages."""
 
     def fill(
         self, words_N: NDArray[np.int64], pages_G: NDArray[np.int32], seed: int,
@@ -104,7 +104,7 @@ class DevicePull:
             self._idle.append(slot)
 
     def __del__(self) -> None:
-        """Of a job that nobody asks for; the slot is not used again before that has run."""
+        """The slot of a job whose sums were not read; it is not used again before the job has run."""
         self._give_back()
 
 
