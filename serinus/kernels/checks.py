@@ -9,6 +9,7 @@ Shapes: as in the op's file of `ref/`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from serinus.core.stamps import PARTIAL_LANES
 from serinus.kernels.batch import AttentionBatch
-from serinus.kernels.contracts import LatentHeads, LayerDigest, LayersKv, WrittenRows
+from serinus.kernels.contracts import LatentHeads, LayerDigest, LayersKv, PoolLane, WrittenRows
 from serinus.kernels.fp8 import FP8_FORMATS
 from serinus.kernels.packed import PackedExperts
 from serinus.kernels.pool_rows import is_laid_out, row_elements
@@ -374,25 +375,31 @@ def check_hashed(lanes: Sequence[Tensor], pages_G: NDArray[np.int64], rows_GY: N
     return width
 
 
-def check_pull(
-    lanes: Sequence[Tensor], pages_G: NDArray[np.int64], sources: Sequence[Tensor],
-    source_pages_G: NDArray[np.int64] | None, sums: Sequence[int],
-) -> None:  # fmt: skip
-    """Raise ValueError where lanes of the two sides differ in size, a page lies outside, or a lane is in no sum."""
-    for name, side, pages in (("pages", lanes, pages_G), ("source pages", sources, source_pages_G)):
-        if not side and name != "pages":
-            continue
-        if pages is None or len(pages) != len(pages_G):
-            raise ValueError(f"kernels: {'no' if pages is None else len(pages)} {name}, expected {len(pages_G)}")
-        sizes = [tuple(lane.shape[1:]) for lane in side]
-        wide = all(each and not each[-1] % 8 and lane.stride(-1) == 1 for each, lane in zip(sizes, side, strict=True))
-        if sizes != [tuple(lane.shape[1:]) for lane in lanes] or not wide:
+def check_pull_lanes(lanes: Sequence[PoolLane], sources: Sequence[PoolLane], sums: Sequence[int]) -> None:
+    """Raise ValueError where lanes of the two sides differ in size, or a lane is in no sum."""
+    expected = [lane.sizes[1:] for lane in lanes]
+    for name, side in (("pages", lanes), ("source pages", sources or lanes)):
+        sizes = [lane.sizes[1:] for lane in side]
+        wide = all(each and not each[-1] % 8 and lane.steps[-1] == 1 for each, lane in zip(sizes, side, strict=True))
+        if sizes != expected or not wide:
             raise ValueError(f"kernels: lanes of {name} are {sizes} bytes, expected equal sizes, rows multiples of 8")
-        count = min(lane.shape[0] for lane in side)
-        if len(pages) and not 0 <= pages.min() <= pages.max() < count:
-            raise ValueError(f"kernels: {name} {pages.min()} .. {pages.max()}, expected 0 .. {count - 1}")
     if sums and (min(sums) < 1 or sum(sums) != len(lanes)):
         raise ValueError(f"kernels: sums over {list(sums)} of {len(lanes)} lanes, expected each lane in one of them")
+
+
+def check_pull_pages(
+    pages_G: NDArray[np.integer[Any]], page_count: int, source_pages_G: NDArray[np.integer[Any]] | None,
+    source_page_count: int | None,
+) -> None:  # fmt: skip
+    """Raise ValueError where a page lies outside of its pool, or there are other numbers of them; without sources
+    `source_page_count` is None. Cost: some us, whatever the lanes."""
+    expected = None if source_page_count is None else len(pages_G)
+    found = None if source_pages_G is None else len(source_pages_G)
+    if found != expected:
+        raise ValueError(f"kernels: {found} source pages, expected {expected}")
+    for name, ids_G, count in (("pages", pages_G, page_count), ("source pages", source_pages_G, source_page_count)):
+        if ids_G is not None and len(ids_G) and ids_G.astype(np.uint64).max() >= count:  # below 0 is above all
+            raise ValueError(f"kernels: {name} {ids_G.min()} .. {ids_G.max()}, expected 0 .. {(count or 0) - 1}")
 
 
 def check_mask(logits_BV: Tensor, rows: Sequence[int], words_RW: NDArray[np.int32]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -76,13 +76,18 @@ class HashedPages(Protocol):
     ) -> NDArray[np.uint64]: ...  # fmt: skip
 
 
-class PullPages(Protocol):
-    """The signature of pull_pages."""
+class PoolLane(NamedTuple):
+    """Where bytes of every page of a pool lie, uint8 [P, ..., W]; P pages, rows of W bytes."""
 
-    def __call__(
-        self, lanes: Sequence[Tensor], pages_G: NDArray[np.int64], seed: int, sources: Sequence[Tensor] = (),
-        source_pages_G: NDArray[np.int64] | None = None, sums: Sequence[int] = (), /,
-    ) -> Tensor: ...  # fmt: skip
+    address: int
+    sizes: tuple[int, ...]
+    steps: tuple[int, ...]
+    """Bytes from one to the next, for each size."""
+
+    @classmethod
+    def of(cls, bytes_PW: Tensor) -> PoolLane:
+        """That of a tensor of bytes."""
+        return cls(bytes_PW.data_ptr(), tuple(bytes_PW.shape), bytes_PW.stride())
 
 
 class PagedAttention(Protocol):

@@ -33,7 +33,6 @@ from serinus.kernels.contracts import (
     MovePages,
     NormLinear,
     PagedAttention,
-    PullPages,
     TopTokens,
     WatchedAttention,
 )
@@ -65,7 +64,6 @@ FILES: Mapping[str, str] = MappingProxyType(
         "gather_pages": "pages",
         "scatter_pages": "pages",
         "hashed_pages": "hashed_pages",
-        "pull_pages": "pull_pages",
         "page_digests": "page_digests",
         "mask_logits": "mask_logits",
         "choose_tokens": "sampling",
@@ -86,10 +84,6 @@ _WATCHED = frozenset(("watched_attention", "pack_factors"))
 """Ops that stand in for `paged_attention`, and so are of the same column, except where one is asked for by name."""
 _ON_HOST = frozenset(("canary_due", "chain_hashes", "page_digests"))
 """Ops of arrays of the host: whatever the device is, column cpu serves them."""
-_LACKING: Mapping[str, frozenset[str]] = {
-    "cpu": frozenset(("pull_pages",)),
-}  # fmt: skip
-"""Ops that the engine does not call where a column serves it: those between memories of accelerators."""
 _MADE_OF_OPS = ("norm_linear", "add_linear")
 """Ops that call others: their files hold `make_<op>(ops)`, which is given those that were found."""
 _COLUMN_OF = {"cpu": "cpu", "cuda": "triton"}
@@ -145,8 +139,6 @@ class Kernels:
     """(layers_kv, pages_G, page_size, bytes_RY, rows_G=None)"""
     hashed_pages: HashedPages
     """(lanes, pages_G, rows_GY, seed, inward=False) -> hashes_G"""
-    pull_pages: PullPages
-    """(lanes, pages_G, seed, sources=(), source_pages_G=None) -> sums_G"""
     page_digests: Callable[[NDArray[np.uint8], NDArray[np.int64], int, int, Tensor], NDArray[np.int64]]
     """(data_PY, pages_G, page_size, row_bytes, coefficients_L22W) -> digests_GS2; on the host"""
     mask_logits: Callable[[Tensor, Sequence[int], NDArray[np.int32]], None]
@@ -218,7 +210,7 @@ def load(device: str, column: str = "auto", *, own: Collection[str] = ()) -> Ker
     ops = {op: make for op, (make, _) in found.items()}
     ops |= {op: ops[op](ops) for op in _MADE_OF_OPS}
     found |= {op: (ops[op], found["linear"][1]) for op in _MADE_OF_OPS}  # whatever file they are of
-    columns = {op: name for op, (_, name) in found.items() if op not in _LACKING.get(column, ())}
+    columns = {op: name for op, (_, name) in found.items()}
     lacking = [op for op in own if columns.get(op) != column]
     if lacking:
         raise ConfigError(f"kernels: column {column!r} has no {', '.join(lacking)}, expected a kernel of its own")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from serinus.core.history import TokenHistory
-from serinus.kernels import RowSampling
+from serinus.kernels import PoolLane, RowSampling
+from serinus.kernels.ref.pull_pages import pull_pages as reference
+from serinus.kernels.triton.pull_pages import PagePull
 
 from .triton_columns import columns, far_apart
 
-__all__ = ["choose_tokens", "hashed_pages", "pages", "peer_sums", "pull_pages", "top_tokens"]
+__all__ = ["choose_tokens", "hashed_pages", "pages", "peer_sums", "pull_pages", "pulled", "top_tokens"]
 
 
 def made_logits(rng: random.Random, device: str, rows: int, vocab: int) -> torch.Tensor:
@@ -132,7 +135,6 @@ def hashed_pages(seed: int, device: str) -> str:
 def pull_pages(seed: int, device: str) -> str:
     """Pages of another pool, of any layout, with their sums; and sums of pages where they lie."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    ref, fast = columns(device, "pull_pages")
     widths, count = rng.choice(((64, 64), (512, 512, 96), (8, 16), (17_000,))), rng.choice((0, 1, 4))
 
     def lanes(pages: int, page_first: bool) -> list[torch.Tensor]:
@@ -143,11 +145,11 @@ def pull_pages(seed: int, device: str) -> str:
 
     own, sources = lanes(9, rng.random() < 0.5), lanes(12, rng.random() < 0.5)
     sums = rng.choice(((), (1,) * len(widths), (len(widths),)))
-    wrong = _pulled(ref, fast, rng, seed, own, sources, count, sums)
-    return wrong or _slices(ref, fast, rng, seed, device)
+    wrong = _pulled(rng, seed, own, sources, count, sums)
+    return wrong or _slices(rng, seed, device)
 
 
-def _slices(ref: Any, fast: Any, rng: random.Random, seed: int, device: str) -> str:
+def _slices(rng: random.Random, seed: int, device: str) -> str:
     """Layers and heads of pages of ranks of another layout, page first or not."""
     generator = torch.Generator().manual_seed(seed)
     head, tokens = rng.choice((8, 16, 24, 256)), rng.choice((1, 4, 16))
@@ -164,27 +166,43 @@ def _slices(ref: Any, fast: Any, rng: random.Random, seed: int, device: str) -> 
     own, sources = lane(6), lane(7)
     halves = [half.split([1, strips - 1], dim=1) for half in (own, sources)]
     if rng.random() < 0.5:
-        return _pulled(ref, fast, rng, seed, list(halves[0]), list(halves[1]), 3, rng.choice(((), (1, 1))))
-    return _pulled(ref, fast, rng, seed, [own], [sources], 3, ())
+        return _pulled(rng, seed, list(halves[0]), list(halves[1]), 3, rng.choice(((), (1, 1))))
+    return _pulled(rng, seed, [own], [sources], 3, ())
 
 
 def _pulled(
-    ref: Any, fast: Any, rng: random.Random, seed: int, own: list[torch.Tensor], sources: list[torch.Tensor],
-    count: int, sums: tuple[int, ...],
+    rng: random.Random, seed: int, own: list[torch.Tensor], sources: list[torch.Tensor], count: int,
+    sums: tuple[int, ...],
 ) -> str:  # fmt: skip
     """`own` are views of one tensor, of which nothing else may change."""
     pages, taken = (np.array(rng.sample(range(len(side[0])), count), np.int64) for side in (own, sources))
     whole = own[0]._base
     assert whole is not None, "lanes are views"
     before = whole.clone()
-    expected = ref.pull_pages(own, pages, seed << 50, sources, taken, sums)
+    expected = reference(own, pages, seed << 50, sources, taken, sums)
     wanted = whole.clone()
     whole.copy_(before)
-    found = fast.pull_pages(own, pages, seed << 50, sources, taken, sums)
+    found = pulled(own, pages, seed << 50, sources, taken, sums)
     wrong = "" if torch.equal(found, expected) and found.shape == (count, max(1, len(sums))) else " sums"
     wrong += "" if torch.equal(whole, wanted) else " pages"
-    in_place = fast.pull_pages(own, pages, seed << 50, (), None, sums)
+    in_place = pulled(own, pages, seed << 50, (), None, sums)
     return wrong + ("" if torch.equal(in_place, expected) else " sums in place")
+
+
+def pulled(
+    lanes: Sequence[torch.Tensor], pages: NDArray[np.int64], seed: int, sources: Sequence[torch.Tensor],
+    source_pages: NDArray[np.int64] | None, sums: Sequence[int] = (),
+) -> torch.Tensor:  # fmt: skip
+    """As the reference, by the kernel; it runs twice over the same job, the second time as it was kept."""
+    device, count = lanes[0].device, len(pages)
+    pull = PagePull([PoolLane.of(lane) for lane in lanes], [PoolLane.of(lane) for lane in sources], sums, device)
+    pull.check(pages, source_pages)
+    words = np.full(pull.word_count(count), -1)
+    pull.fill(words, pages, seed, source_pages)
+    for _ in range(2):
+        job = torch.tensor(words, device=device)
+        pull.launch(job, count)
+    return job[: count * pull.sums].view(count, pull.sums)
 
 
 def peer_sums(seed: int, device: str) -> str:

@@ -27,6 +27,8 @@ from serinus.kernels import (
 )
 from serinus.kernels.triton.quantized import round_rows, round_spans
 
+from .triton_host_cases import pulled
+
 __all__ = ["call_all", "call_pulls", "call_quantized"]
 
 PAGE = 16
@@ -180,11 +182,11 @@ def call_all() -> None:
 
 def call_pulls() -> None:
     """Whole pages, and heads of every layer between engines of one and of two ranks; and sums of both."""
-    ops, pages = load("cpu", "triton"), np.arange(3)
+    pages = np.arange(3)
     one, two = (blank(16, 72, PAGE, row, dtype=torch.uint8) for row in (2048, 1024))
     for own, source in ((one, one), (one[..., 1024:], two), (two, one[..., :1024])):
-        ops.pull_pages([own], pages, 1, [source], pages)
-        ops.pull_pages([own], pages, 1)
+        pulled([own], pages, 1, [source], pages)
+        pulled([own], pages, 1, (), None)
 
 
 def store(ops: Kernels, kv: torch.dtype) -> None:

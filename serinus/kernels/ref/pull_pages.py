@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.kernels.checks import check_pull
+from serinus.kernels.checks import check_pull_lanes, check_pull_pages
+from serinus.kernels.contracts import PoolLane
 
 __all__ = ["KEY_STEP", "MIX", "page_sums", "pull_pages"]
 
@@ -65,10 +66,13 @@ def pull_pages(
         ValueError: sizes disagree, or a page lies outside.
     Cost: the bytes read once, and written once; here more often.
     """
-    check_pull(lanes, pages_G, sources, source_pages_G, sums)
+    own, theirs = [PoolLane.of(lane) for lane in lanes], [PoolLane.of(lane) for lane in sources]
+    check_pull_lanes(own, theirs, sums)
+    source_count = min(lane.sizes[0] for lane in theirs) if theirs else None
+    check_pull_pages(pages_G, min(lane.sizes[0] for lane in own), source_pages_G, source_count)
     device = lanes[0].device
     ids = torch.from_numpy(np.ascontiguousarray(pages_G, np.int64)).to(device)
-    if source_pages_G is not None and sources:
+    if source_pages_G is not None:
         others = torch.from_numpy(np.ascontiguousarray(source_pages_G, np.int64)).to(device)
         taken = [source[others] for source in sources]
         for lane, rows in zip(lanes, taken, strict=True):

@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,19 +17,6 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
-
-
-def sent_ahead(values: Tensor, device: torch.device) -> Tensor:
-    """The same by a stream of its own: beside what is queued on the current one, which waits for it. Between kernels
-    of one stream a copy would idle the multiprocessors, and another process would get its turn."""
-    if device.type != "cuda":
-        return values.to(device)
-    ahead, now = _ahead(device), torch.cuda.current_stream(device)
-    with torch.cuda.stream(ahead):
-        there = sent(values, device)
-    now.wait_stream(ahead)
-    there.record_stream(now)
-    return there
 
 
 @contextmanager
@@ -53,8 +39,3 @@ def read_in_place(values: Tensor, device: torch.device) -> Iterator[Tensor]:
 _LENT: deque[tuple[Any, Tensor]] = deque()
 """Values that kernels read in place, with the event behind these."""
 _LOCK = threading.Lock()
-
-
-@lru_cache(maxsize=8)
-def _ahead(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

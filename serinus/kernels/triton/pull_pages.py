@@ -1,14 +1,14 @@
 """Pages from one pool into another of the same device, with a sum over each, in one kernel; see the reference.
 
-G = pages, P = pages of a pool, W = bytes of a row, K = sums of a page, B = blocks of a page.
+G = pages, N = words of a job, or numbers of a block, B = blocks of a page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +17,9 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.kernels.checks import check_pull
+from serinus.kernels.checks import check_pull_lanes, check_pull_pages
+from serinus.kernels.contracts import PoolLane
 from serinus.kernels.ref import pull_pages as reference
-from serinus.kernels.triton.pinned import sent_ahead
 
 _BLOCK = 2048
 """Words of one program: 16 KB. On an H200 a pull of pages of 2.4 MB moves 1,897 GB/s so, a plain copy 2,087 (by 1,024
@@ -29,67 +29,99 @@ _COLUMNS = 10
 _KEY_STEP = tl.constexpr(reference.KEY_STEP)
 _MIX = tl.constexpr(reference.MIX)
 
-_Place: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Of a lane: its address, its sizes but that of P, its strides but that of W."""
+
+class PagePull:
+    """What is done with pages of some lanes: filled from those of other ones, or as they lie, with sums of each. What
+    is the same for any pages is made once."""
+
+    def __init__(
+        self, lanes: Sequence[PoolLane], sources: Sequence[PoolLane], sums: Sequence[int], device: torch.device
+    ) -> None:
+        """As the reference takes them. Waits for the current stream of the device. Raises ValueError: sizes disagree,
+        or words lie at no multiple of 8."""
+        check_pull_lanes(lanes, sources, sums)
+        self.sums = max(1, len(sums))
+        """Sums of each page."""
+        self._page_count = min(lane.sizes[0] for lane in lanes)
+        self._source_count = min(lane.sizes[0] for lane in sources) if sources else None
+        self._device = device
+        blocks, aligned, rows = _blocks(lanes, sources or lanes, tuple(sums) or (len(lanes),))
+        self._block_count, self._blocks_BN = len(blocks), torch.tensor(blocks, dtype=torch.int64).to(device)
+        self._constants = bool(sources), aligned, rows, _BLOCK, _COLUMNS
+        self._kernel: Any = None
+        """As it was compiled; None: not yet, or interpreted."""
+
+    def check(self, pages_G: NDArray[np.integer[Any]], source_pages_G: NDArray[np.integer[Any]] | None) -> None:
+        """Raise ValueError where a page lies outside, or there are other numbers of them."""
+        check_pull_pages(pages_G, self._page_count, source_pages_G, self._source_count)
+
+    def word_count(self, page_count: int) -> int:
+        """Of the job of so many pages."""
+        return page_count * (self.sums + 2) + 1
+
+    def fill(
+        self, words_N: NDArray[np.int64], pages_G: NDArray[np.integer[Any]], seed: int,
+        source_pages_G: NDArray[np.integer[Any]] | None,
+    ) -> None:  # fmt: skip
+        """Write the job of pages that were checked, all `word_count` words of it: sums, zeros yet, the seed, pages,
+        source pages."""
+        count = len(pages_G)
+        at = count * self.sums
+        words_N[:at] = 0
+        words_N[at] = seed
+        words_N[at + 1 : at + 1 + count] = pages_G
+        words_N[at + 1 + count :] = pages_G if source_pages_G is None else source_pages_G
+
+    def launch(self, words_N: Tensor, page_count: int, stream: int | None = None) -> None:
+        """Queue a job that is on the device, on a stream by its handle; None = the current one. Nothing waits.
+
+        What Triton does from call to call to find a compiled kernel costs the host 70 us: this one is kept. It is the
+        same whatever pages, and wherever their words lie.
+        """
+        if not page_count:
+            return
+        values = self._blocks_BN, words_N, page_count, self.sums
+        if self._kernel is not None:
+            self._kernel[self._block_count, page_count, 1](*values, *self._constants, stream=stream)
+            return
+        with nullcontext() if stream is None else _on(stream, self._device):
+            self._kernel = _pull[(self._block_count, page_count)](*values, *self._constants, num_warps=8)
 
 
-@torch.inference_mode()
-def pull_pages(
-    lanes: Sequence[Tensor], pages_G: NDArray[np.int64], seed: int, sources: Sequence[Tensor] = (),
-    source_pages_G: NDArray[np.int64] | None = None, sums: Sequence[int] = (),
-) -> Tensor:  # fmt: skip
-    """Fill pages from those of another pool, with sums of each; see the reference. Queued on the current stream."""
-    check_pull(lanes, pages_G, sources, source_pages_G, sums)
-    device, count, each = lanes[0].device, len(pages_G), max(1, len(sums))
-    if not count:
-        return torch.zeros((count, each), dtype=torch.int64, device=device)
-    copies = source_pages_G is not None and len(sources) > 0
-    own, other = (tuple(map(_place, side)) for side in (lanes, sources if copies else lanes))
-    blocks_BN, aligned, rows = _blocks(own, other, tuple(sums) or (len(lanes),), device)
-    zeros = np.zeros(count * each, np.int64)
-    parts = (zeros, np.array([seed]), pages_G, source_pages_G if copies else pages_G)
-    job = sent_ahead(torch.from_numpy(np.concatenate(parts, dtype=np.int64)), device)  # type: ignore[arg-type]
-    _pull[(len(blocks_BN), count)](
-        blocks_BN, job, count, each, COPIES=copies, ALIGNED=aligned, ROWS=rows, BLOCK=_BLOCK, COLUMNS=_COLUMNS,
-        num_warps=8,
-    )  # fmt: skip
-    return job[: count * each].view(count, each)
+def _on(stream: int, device: torch.device) -> AbstractContextManager[Any]:
+    """That stream as torch's current one."""
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))  # type: ignore[no-untyped-call]
 
 
-def _place(lane: Tensor) -> _Place:
-    return lane.data_ptr(), tuple(lane.shape[1:]), lane.stride()[:-1]
-
-
-@lru_cache(maxsize=64)
 def _blocks(
-    own: tuple[_Place, ...], others: tuple[_Place, ...], sums: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, bool, bool]:
+    own: Sequence[PoolLane], others: Sequence[PoolLane], sums: tuple[int, ...]
+) -> tuple[list[tuple[int, ...]], bool, bool]:
     """Of each block of a page: where it begins in page 0 and the distance of two pages, on both sides, in bytes; its
     words, its place and the number of its sum; the words of a row, and of the gaps between two rows, on both sides. And
-    whether all words lie in pairs of 16 bytes, and whether any block has several rows. Copied once."""
-    numbers = [(address, *sizes[-1:], *strides) for address, sizes, strides in (*own, *others)]
+    whether all words lie in pairs of 16 bytes, and whether any block has several rows."""
+    numbers = [(lane.address, lane.sizes[-1], *lane.steps[:-1]) for lane in (*own, *others)]
     odd = [place for place in numbers if any(number % 8 for number in place)]
     if odd:
         raise ValueError(f"kernels: a lane lies at {odd[0]} (address, width, distances), expected multiples of 8")
-    found, lanes, rows = [], zip(own, others, strict=True), False
+    found: list[tuple[int, ...]] = []
+    lanes, rows = zip(own, others, strict=True), False
     for which, lane_count in enumerate(sums):
         start = 0
         for _, (one, two) in zip(range(lane_count), lanes, strict=False):
             for at, there, count, width, gap, gap_there in _stretches(one, two):
-                place = (one[0] + at, one[2][0], two[0] + there, two[2][0])
+                place = (one.address + at, one.steps[0], two.address + there, two.steps[0])
                 found.append((*place, count * width // 8, start, which, width // 8, gap // 8, gap_there // 8))
                 start += count * width // 8
                 rows |= count > 1
     aligned = not any(number % 16 for place in numbers for number in place)
-    return torch.tensor(found, dtype=torch.int64).to(device), aligned, rows
+    return found, aligned, rows
 
 
-def _stretches(own: _Place, other: _Place) -> Iterator[tuple[int, int, int, int, int, int]]:
+def _stretches(own: PoolLane, other: PoolLane) -> Iterator[tuple[int, int, int, int, int, int]]:
     """What one program moves of a lane, again and again: where its first row begins on both sides, rows, bytes of each,
     gaps between them on both sides. Rows that touch on both sides are one."""
-    (_, sizes, strides), (_, _, strides_there) = own, other
-    *outer, width = sizes
-    axes = [axis for axis in zip(outer, strides[1:], strides_there[1:], strict=True) if axis[0] > 1]
+    *outer, width = own.sizes[1:]
+    axes = [axis for axis in zip(outer, own.steps[1:-1], other.steps[1:-1], strict=True) if axis[0] > 1]
     while axes and axes[-1][1:] == (width, width):
         width *= axes.pop()[0]
     count, step, step_there = axes.pop() if axes else (1, width, width)
@@ -109,7 +141,7 @@ def _stretches(own: _Place, other: _Place) -> Iterator[tuple[int, int, int, int,
 _jit: Any = triton.jit
 
 
-@_jit(do_not_specialize=["count", "each"])
+@_jit(do_not_specialize=["count", "each"], do_not_specialize_on_alignment=["blocks", "job"])
 def _pull(
     blocks, job, count, each, COPIES: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,

@@ -1,0 +1,146 @@
+"""The interface of CUDA's driver by ctypes, in the context of one device. What torch does with streams and events costs
+the host 3 to 10 times as much, and does not share memory by handles of 64 bytes."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+from typing import Any, Final
+
+from serinus.core.errors import SerinusError
+
+__all__ = ["HANDLE_BYTES", "CudaFailed", "CudaLibrary"]
+
+HANDLE_BYTES: Final = 64
+"""Of memory that is shared."""
+_LAZY_PEER_ACCESS: Final = 1
+_NATIVE_ATOMICS: Final = 3
+_WITHOUT_TIME: Final = 2
+_NOT_READY: Final = 600
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+_P: Final = ctypes.c_void_p
+"""An address on either side, a stream, an event, a context; or where a result goes."""
+_ARGUMENTS: Final = {
+    "cuStreamGetCtx": (_P, _P), "cuCtxPushCurrent_v2": (_P,), "cuCtxPopCurrent_v2": (_P,),
+    "cuEventCreate": (_P, ctypes.c_uint), "cuEventDestroy_v2": (_P,), "cuEventRecord": (_P, _P), "cuEventQuery": (_P,),
+    "cuEventSynchronize": (_P,), "cuEventElapsedTime": (_P, _P, _P),
+    "cuStreamQuery": (_P,), "cuStreamWaitEvent": (_P, _P, ctypes.c_uint),
+    "cuMemcpyHtoDAsync_v2": (_P, _P, ctypes.c_size_t, _P), "cuMemcpyDtoHAsync_v2": (_P, _P, ctypes.c_size_t, _P),
+    "cuMemGetAddressRange_v2": (_P, _P, _P), "cuIpcGetMemHandle": (_P, _P), "cuIpcCloseMemHandle": (_P,),
+    "cuIpcOpenMemHandle_v2": (_P, _Handle, ctypes.c_uint), "cuDeviceGetP2PAttribute": (_P, *[ctypes.c_int] * 3),
+}  # fmt: skip
+
+
+class CudaFailed(SerinusError):
+    """A call of the driver failed: which, and why, in its words."""
+
+
+class CudaLibrary:
+    """What is used of it. Calls are made inside `with`, which has the device's context for the thread, whichever it
+    is; streams and events are handles. Each raises CudaFailed; that may be the error of what was queued before."""
+
+    def __init__(self, library: Any, stream: int) -> None:
+        """`library`: libcuda; `stream`: one of the device."""
+        self._library = library
+        for name, types in _ARGUMENTS.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.errcheck = types, partial(self._checked, name)
+        found = _P()
+        self._library.cuStreamGetCtx(stream, ctypes.byref(found))
+        self._context = found.value
+
+    def _checked(self, name: str, code: int, *_: Any) -> int:
+        if code in (0, _NOT_READY):
+            return code
+        text = ctypes.c_char_p()
+        self._library.cuGetErrorString(code, ctypes.byref(text))
+        raise CudaFailed(f"{name}: {(text.value or b'').decode()} ({code})")
+
+    def __enter__(self) -> CudaLibrary:
+        self._library.cuCtxPushCurrent_v2(self._context)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._library.cuCtxPopCurrent_v2(ctypes.byref(_P()))
+
+    # ---- streams and events -----------------------------------------------------------------------------------------
+
+    def is_idle(self, stream: int) -> bool:
+        """Whether all that was queued has run."""
+        return not self._library.cuStreamQuery(stream)
+
+    def event(self, *, timed: bool) -> int:
+        """A new one, which has passed."""
+        found = _P()
+        self._library.cuEventCreate(ctypes.byref(found), 0 if timed else _WITHOUT_TIME)
+        return int(found.value or 0)
+
+    def destroy(self, event: int) -> None:
+        """Give an event back, which has passed."""
+        self._library.cuEventDestroy_v2(event)
+
+    def record(self, event: int, stream: int) -> None:
+        """It passes when what is queued on the stream now has run."""
+        self._library.cuEventRecord(event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        """What is queued on the stream from now on runs after the event's last record."""
+        self._library.cuStreamWaitEvent(stream, event, 0)
+
+    def has_passed(self, event: int) -> bool:
+        """Whether its last record has. Never waits."""
+        return not self._library.cuEventQuery(event)
+
+    def synchronize(self, event: int) -> None:
+        """Have the host wait for it."""
+        self._library.cuEventSynchronize(event)
+
+    def seconds(self, begin: int, end: int) -> float:
+        """Between two timed events that have passed."""
+        found = ctypes.c_float()
+        self._library.cuEventElapsedTime(ctypes.byref(found), begin, end)
+        return found.value / 1e3
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def send(self, target: int, source: int, byte_count: int, stream: int) -> None:
+        """Queue a copy from pinned memory to the device."""
+        self._library.cuMemcpyHtoDAsync_v2(target, source, byte_count, stream)
+
+    def fetch(self, target: int, source: int, byte_count: int, stream: int) -> None:
+        """Queue a copy from the device to pinned memory."""
+        self._library.cuMemcpyDtoHAsync_v2(target, source, byte_count, stream)
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        """Start and bytes of the one that an address lies in."""
+        start, byte_count = ctypes.c_uint64(), ctypes.c_size_t()
+        self._library.cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(byte_count), address)
+        return start.value, byte_count.value
+
+    def share(self, start: int) -> bytes:
+        """A handle by which other processes open an allocation."""
+        handle = _Handle()
+        self._library.cuIpcGetMemHandle(ctypes.byref(handle), start)
+        return bytes(handle.reserved)
+
+    def open(self, handle: bytes) -> int:
+        """Map memory of another process."""
+        address = ctypes.c_uint64()
+        found = _Handle.from_buffer_copy(handle)
+        self._library.cuIpcOpenMemHandle_v2(ctypes.byref(address), found, _LAZY_PEER_ACCESS)
+        return address.value
+
+    def close(self, address: int) -> None:
+        """Unmap memory of another process."""
+        self._library.cuIpcCloseMemHandle(address)
+
+    def has_atomics(self, index: int, other: int) -> bool:
+        """Whether atomics of a GPU work in the memory of another one."""
+        found = ctypes.c_int()
+        self._library.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, index, other)
+        return bool(found.value)
