@@ -13,7 +13,7 @@ from typing import TypeAlias
 from serinus.core.handoff import HandoffFinding, PageTrace
 from serinus.core.parts import PageSpan
 from serinus.core.request import Request, TokenLogprobs
-from serinus.pd.pages import HandoffOver, MovePiece, TakeIn, Unstage
+from serinus.pd.pages import HandoffOver, MovePiece, PagesGranted, TakeIn, Unstage
 from serinus.wire import Buffer
 from serinus.wire.messages import LayoutSignature, Message
 
@@ -177,8 +177,8 @@ class Recompute:
 
 
 DecodeAction: TypeAlias = (
-    PeerAction | PeerChanged | TakeIn | HandoffOver | CancelReads | FencePeer | Quarantine | QuarantineOver
-    | Landed | Recompute | HandoffFinding
+    PeerAction | PeerChanged | PagesGranted | TakeIn | HandoffOver | CancelReads | FencePeer | Quarantine
+    | QuarantineOver | Landed | Recompute | HandoffFinding
 )  # fmt: skip
 
 # ---- actions of a prefill engine ----------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from serinus.pd.findings import ended_there, heard, message_of
 from serinus.pd.integrity import digest_seed
 from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Mode
-from serinus.pd.pages import TakeIn, TakenIn, no_bytes
+from serinus.pd.pages import PagesGranted, TakeIn, TakenIn, no_bytes
 from serinus.pd.registry import PEERS_MAX, Peer, PeerState, Registry
 from serinus.pd.settings import HandoffSettings
 from serinus.wire import Gone, PeerMessage
@@ -196,7 +196,7 @@ class DecodeSide:
             peer.queue_s += peer.token_s * (len(event.request.prompt) - event.held)
         handoff.spans = tuple(PageSpan(part=s.part, first=s.first, pages=s.pages.copy()) for s in event.spans)
         if handoff.peer:
-            out.append(Send(peer=handoff.peer, message=self._grant(handoff)))
+            out.append(Send(peer=handoff.peer, message=self._grant(handoff, out)))
         else:
             self._ask_if_up(handoff, now, out)
 
@@ -236,10 +236,11 @@ class DecodeSide:
 
     def _ask(self, handoff: DecodeHandoff, peer: Peer, now: float, out: list[DecodeAction]) -> None:
         handoff.peer, handoff.mode, handoff.asked_at = peer.name, peer.mode, now
-        granted = self._grant(handoff) if handoff.spans else None
+        granted = self._grant(handoff, out) if handoff.spans else None
         out.append(Send(peer=peer.name, message=handoff.prepare(self._settings.handoff_s_max, granted)))
 
-    def _grant(self, handoff: DecodeHandoff) -> Grant:
+    def _grant(self, handoff: DecodeHandoff, out: list[DecodeAction]) -> Grant:
+        """The message; ranks hear of it before the peer does."""
         peer = self._registry.named(handoff.peer)
         assert peer is not None, f"pd: {handoff.rid} outlived its peer {handoff.peer}"
         assert peer.layout is not None, f"pd: {handoff.peer} was never greeted, expected its layout"
@@ -248,6 +249,8 @@ class DecodeSide:
         account = ArrivalAccount.of(
             self._settings, peer.layout, self._layout, peer.routes, handoff.spans, handoff.held, length
         )  # fmt: skip
+        if handoff.mode is Mode.PULL:
+            out.append(PagesGranted(peer=handoff.peer, xid=handoff.xid))
         return handoff.open(account)
 
     def _stop(self, event: Shutdown, now: float, out: list[DecodeAction]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Final, Generic, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,13 @@ from serinus.core.parts import PageStore, Part
 from serinus.pd.actions import AttachPeer, FencePeer
 from serinus.pd.backends import OneSided, OpResult, OpState, Region, RowReader, SliceReader
 from serinus.pd.modes import Mode
-from serinus.pd.pages import MovePiece, RankFenced, TakeIn
+from serinus.pd.pages import MovePiece, PagesGranted, RankFenced, TakeIn
 from serinus.pd.slices import Slice
 from serinus.pd.staged_reads import StagedRead
 
 T = TypeVar("T")
+_MARKS_MAX: Final = 1024
+"""Handoffs whose grant is noted; a read of an older one begins behind what is queued when it is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,8 @@ class OneSidedOps(Generic[T]):
         self._joined: dict[str, tuple[OneSided, tuple[int, ...]]] = {}
         """Of each peer: its backend, and the ranks of it that we are connected to."""
         self._ops: list[_Op[T]] = []
+        self._marks: dict[str, object] = {}
+        """What was queued on the device when pages were granted, by handoff, where the backend knows."""
         self._lent: dict[str, NDArray[np.uint8]] = {}
         """Memory that is no pool, by the backend that may read into it."""
 
@@ -99,11 +103,21 @@ class OneSidedOps(Generic[T]):
         number = backend.write(name, command.part, command.pages, command.targets)
         self._ops.append(_Op(backend=backend, number=number, token=token))
 
+    def granted(self, command: PagesGranted) -> None:
+        """Note what is queued on the device now, behind which reads of this handoff may begin."""
+        mark = self._joined[command.peer][0].mark() if command.peer in self._joined else None
+        if mark is not None:
+            if len(self._marks) >= _MARKS_MAX:
+                del self._marks[next(iter(self._marks))]
+            self._marks[command.xid] = mark
+
     def read(self, command: TakeIn, token: T) -> None:
         """Begin to fill own pages from those of a source rank. Raises TransferFailed: nothing began."""
         backend = self._of(command.peer)
         name = f"{command.peer}/{command.source}"
-        number = backend.read(name, command.part, command.pages, command.sources, command.digest_seed)
+        number = backend.read(
+            name, command.part, command.pages, command.sources, command.digest_seed, self._marks.get(command.xid)
+        )
         self._ops.append(_Op(backend=backend, number=number, token=token))
 
     def read_slice(self, command: TakeIn, between: tuple[Slice, Slice], token: T) -> None:
@@ -111,7 +125,8 @@ class OneSidedOps(Generic[T]):
         backend = cast(SliceReader, self._of(command.peer))
         name = f"{command.peer}/{command.source}"
         number = backend.read_slice(
-            name, command.part, between, command.pages, command.sources, command.digest_seed
+            name, command.part, between, command.pages, command.sources, command.digest_seed,
+            self._marks.get(command.xid),
         )  # fmt: skip
         self._ops.append(_Op(backend=backend, number=number, token=token))
 

@@ -27,6 +27,7 @@ from serinus.pd.pages import (
     HandoffOver,
     MemoryShared,
     MovePiece,
+    PagesGranted,
     PeerUnreachable,
     PieceMoved,
     PieceStatus,
@@ -41,12 +42,12 @@ from serinus.pd.staged_reads import STAGING_BYTES, StagedRead, StagedReads
 from serinus.pd.stores import Intake, Outlet, check_stores
 
 PageCommand: TypeAlias = (
-    AttachPeer | ClosePeer | MovePiece | Unstage | TakeIn | HandoffOver | ShareMemory | CancelReads
+    AttachPeer | ClosePeer | MovePiece | Unstage | PagesGranted | TakeIn | HandoffOver | ShareMemory | CancelReads
     | FencePeer
 )  # fmt: skip
 PageAnswer: TypeAlias = PieceMoved | TakenIn | MemoryShared | PeerUnreachable | RankFenced
 PAGE_COMMANDS = (
-    AttachPeer, ClosePeer, MovePiece, Unstage, TakeIn, HandoffOver, ShareMemory, CancelReads, FencePeer,
+    AttachPeer, ClosePeer, MovePiece, Unstage, PagesGranted, TakeIn, HandoffOver, ShareMemory, CancelReads, FencePeer,
 )  # fmt: skip
 """Types that a page worker obeys."""
 PAGE_ANSWERS = (PieceMoved, TakenIn, MemoryShared, PeerUnreachable, RankFenced)
@@ -109,6 +110,8 @@ class PageWorker:
         match command:
             case MovePiece():
                 return self._move(command)
+            case PagesGranted():
+                self._ops.granted(command)
             case TakeIn():
                 return self._take_in(command)
             case Unstage():

@@ -155,6 +155,16 @@ class HandoffOver:
     xid: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagesGranted:
+    """Decode, pull: own pages are given to this handoff now, and nothing that is queued on a rank's device later uses
+    them: reads of it begin behind what is queued now, not behind the steps that are queued when DATA comes. No answer.
+    """
+
+    peer: str
+    xid: str
+
+
 # ---- one-sided backends: each rank reaches into pools, and lets its own be reached, by itself ----------------------
 
 

@@ -45,6 +45,7 @@ from serinus.pd.pages import (
     HandoffOver,
     MemoryShared,
     MovePiece,
+    PagesGranted,
     PeerUnreachable,
     PieceMoved,
     PieceStatus,
@@ -286,7 +287,7 @@ class HandoffPort(Generic[M]):
                 self._outgoing.append(action)
             case MovePiece() | TakeIn() | Unstage():
                 self._command(action, action.rank)
-            case CancelReads() | FencePeer():
+            case PagesGranted() | CancelReads() | FencePeer():
                 self._command(action, None)
             case HandoffOver():
                 if action.peer in self._peers:

@@ -91,7 +91,7 @@ class SimIpc:
 
     def pull(
         self, pairs: Sequence[tuple[PageRows, PageRows]], pages: NDArray[np.int32], sources: NDArray[np.int32],
-        seed: int,
+        seed: int, behind: object,
     ) -> SimPull:  # fmt: skip
         """Each row moves at a time of its own."""
         opened = self._opened[pairs[0][1].address // _SPACE]
@@ -107,6 +107,10 @@ class SimIpc:
         pull = SimPull(self, transfer, [own for own, _ in pairs], pages, seed)
         self._pulls = [*(each for each in self._pulls if not each.done()), pull]
         return pull
+
+    def mark(self) -> object:
+        """Nothing is queued on a simulated device: what a rank obeys is done."""
+        return self
 
     def sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> bytes:
         """Of own pages, as they are now."""

@@ -74,6 +74,9 @@ class HostIpc:
     gathers: list[Gather] = field(default_factory=list)
     opened: list[int] = field(default_factory=list)
 
+    def mark(self) -> object:
+        return self
+
     def warm(self, regions: Sequence[Region]) -> None:
         """There is nothing to compile."""
 
@@ -90,7 +93,7 @@ class HostIpc:
 
     def pull(
         self, pairs: Sequence[tuple[PageRows, PageRows]], pages: NDArray[np.int32], sources: NDArray[np.int32],
-        seed: int,
+        seed: int, behind: object,
     ) -> Gather:  # fmt: skip
         def move() -> bytes:
             assert self.opened, "memory is read that was let go"

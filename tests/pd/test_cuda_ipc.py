@@ -70,6 +70,9 @@ class Library:
     reachable: tuple[str, ...] = ("gpu-0",)
     gathers: list[Gather] = field(default_factory=list)
 
+    def mark(self) -> object:
+        return self
+
     def warm(self, regions: Sequence[Region]) -> None:
         """There is nothing to compile."""
 
@@ -90,7 +93,7 @@ class Library:
 
     def pull(
         self, pairs: Sequence[tuple[PageRows, PageRows]], pages: NDArray[np.int32], sources: NDArray[np.int32],
-        seed: int,
+        seed: int, behind: object,
     ) -> Gather:  # fmt: skip
         def move() -> bytes:
             for own, theirs in pairs:

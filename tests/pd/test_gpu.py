@@ -220,7 +220,7 @@ def test_slices_of_pages_on_a_gpu_land_where_they_belong_with_the_sums_of_their_
         there, here = slices(source, target, item)
         pair = rows_of(region_of(own), here), rows_of(region_of(other), there)
         both = driver.sums(((pair[1],), (whole_rows(region_of(other)),)), pages + 1, 7)
-        read = driver.pull([pair], pages, pages + 1, 7).sums()
+        read = driver.pull([pair], pages, pages + 1, 7, driver.mark()).sums()
         assert read == both[:8] + both[16:24] + both[32:40], "a sum of each slice, page by page"
         recut(item, source, target, other.read_pages(pages + 1), 0, wanted[item.target_rank], 0)
         stamps = StampOutlet(source, [item]).cut(other, pages + 1)[0]

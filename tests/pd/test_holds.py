@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from serinus.core.handoff import ChunkReady
-from serinus.pd import AbortPrefill, DecodeSide, Landed, MovePiece, PieceMoved, PrefillSide, TakeIn, TakenIn
+from serinus.pd import AbortPrefill, DecodeSide, Landed, MovePiece, PieceMoved, PrefillSide, Send, TakeIn, TakenIn
 from serinus.pd.actions import AddPrefill, PrefillDrained, StopPrefill
 from serinus.pd.backends.holds import SharedHolds
 from serinus.pd.events import EndPrefill, WantPeer
+from serinus.pd.pages import PagesGranted
 from serinus.pd.settings import Holds
 from serinus.wire import Gone, PeerMessage
 from serinus.wire.messages import Confirm, ConfirmOk, DoneOk, Message
@@ -122,7 +123,9 @@ class Two:
         self.decode = DecodeSide(make_settings("d", 1, **more), mint=iter(f"x{i}" for i in range(9)).__next__)
         self.prefill = PrefillSide(make_settings("p", 2, **more))
         self.to_decode(self.to_prefill(self.decode.handle(WantPeer(address="p0"), 0.0)))
-        (job,) = of_type(self.to_prefill(self.decode.handle(start_event(length=12), 0.0)), AddPrefill)
+        asked = self.decode.handle(start_event(length=12), 0.0)
+        assert [type(action) for action in asked] == [PagesGranted, Send], "ranks hear of the grant before the peer"
+        (job,) = of_type(self.to_prefill(asked), AddPrefill)
         self.xid = job.xid
 
     def to_prefill(self, actions: list[Any]) -> list[Any]:

@@ -29,7 +29,7 @@ from serinus.pd import (
 from serinus.pd.backends import MooncakeBackend, OpResult, OpState
 from serinus.pd.backends.mooncake import MooncakeLibrary
 from serinus.pd.modes import Capabilities, Fence
-from serinus.pd.pages import MemoryShared, PeerUnreachable, RankFenced, ShareMemory, TakeIn
+from serinus.pd.pages import MemoryShared, PagesGranted, PeerUnreachable, RankFenced, ShareMemory, TakeIn
 from serinus.testing.answering_line import AnsweringLine
 from serinus.wire import Gone
 from tests.pd.test_late import Store
@@ -91,23 +91,47 @@ def test_peers_hear_how_the_memory_of_every_rank_is_reached() -> None:
     assert [type(rank.told[0]) for rank in line.ranks] == [ShareMemory, ShareMemory]
 
 
-def test_a_read_that_may_go_on_is_never_taken_for_over() -> None:
-    """What a backend calls LOST could still write into pages that are given back with this answer."""
+def reading(**backend: Any) -> PageWorker:
+    """A rank of one, to which a peer is attached that it reads by such a backend."""
     pull = Capabilities(mode=Mode.PULL, fence=Fence.CLOSE)
-    backend = SimpleNamespace(
-        name="reader", capabilities=pull, connect=lambda *_: None, read=lambda *_: 7, digests=lambda *_: None,
-        poll=lambda op: OpResult(state=OpState.LOST, error="no word of it"),
-    )  # fmt: skip
-    one, pages = msgspec.structs.replace(LAYOUT, tp=1, pp=1), np.array([1], np.int32)
+    more = {"connect": lambda *_: None, "digests": lambda *_: None, **backend}
+    one = msgspec.structs.replace(LAYOUT, tp=1, pp=1)
     worker = PageWorker(
-        0, layout=RankLayout(one), stores={Part.FULL: Store(16)}, backends=[backend], clock=ManualClock()
+        0, layout=RankLayout(one), stores={Part.FULL: Store(16)},
+        backends=[SimpleNamespace(name="reader", capabilities=pull, **more)], clock=ManualClock(),
     )  # fmt: skip
     worker.obey(AttachPeer(peer="p", backend="reader", layout=one, endpoints=(b"0",)))
-    take = TakeIn(
-        peer="p", xid="x", piece=0, source=0, rank=0, mode=Mode.PULL, part=Part.FULL, first=0, digests=b"",
+    return worker
+
+
+def take(xid: str) -> TakeIn:
+    """One page of it."""
+    pages = np.array([1], np.int32)
+    return TakeIn(
+        peer="p", xid=xid, piece=0, source=0, rank=0, mode=Mode.PULL, part=Part.FULL, first=0, digests=b"",
         digest_seed=1, pages=pages, target_first=0, byte_count=16, sources=pages,
     )  # fmt: skip
-    assert worker.obey(take) is None
+
+
+def test_reads_begin_behind_what_was_queued_when_their_pages_were_granted() -> None:
+    marks, behind = iter(range(100_000)), list[object]()
+    worker = reading(mark=lambda: next(marks), read=lambda *rest: behind.append(rest[-1]) or 7)
+    worker.obey(PagesGranted(peer="p", xid="x"))
+    worker.obey(PagesGranted(peer="p", xid="y"))
+    worker.obey(PagesGranted(peer="gone", xid="z"))
+    for xid in ("y", "x", "y", "z"):
+        assert worker.obey(take(xid)) is None
+    assert behind == [1, 0, 1, None], "None: all that is queued when it is asked for"
+    for number in range(1024):
+        worker.obey(PagesGranted(peer="p", xid=f"later {number}"))
+    worker.obey(take("x"))
+    assert behind[-1] is None, "so many are noted"
+
+
+def test_a_read_that_may_go_on_is_never_taken_for_over() -> None:
+    """What a backend calls LOST could still write into pages that are given back with this answer."""
+    worker = reading(read=lambda *_: 7, poll=lambda op: OpResult(state=OpState.LOST, error="no word of it"))
+    assert worker.obey(take("x")) is None
     with pytest.raises(InvariantError, match="a read from p is lost"):
         worker.answers()
 

@@ -23,7 +23,7 @@ from serinus.core.errors import ConfigError, InvariantError, TransferFailed
 from serinus.kernels import PoolLane
 from serinus.pd.backends.cuda_ipc import SharedAllocation
 from serinus.pd.backends.cuda_library import HANDLE_BYTES, CudaFailed, CudaLibrary
-from serinus.pd.backends.cuda_pulls import DevicePull, DevicePulls, PageJob
+from serinus.pd.backends.cuda_pulls import DevicePull, DevicePulls, Mark, PageJob
 from serinus.pd.backends.one_sided import PageRows, Region, whole_rows
 from serinus.pd.backends.shm import host_identity
 
@@ -85,7 +85,7 @@ class CudaDriver:
         padding = np.zeros(1, np.int32)
         for rows in [rows for region in regions for rows in (whole_rows(region), _some_rows(region))]:
             expected = self.sums(((rows,),), padding, 0)
-            if self.pull([(rows, rows)], padding, padding, 0).sums() != expected:
+            if self.pull([(rows, rows)], padding, padding, 0, self.mark()).sums() != expected:
                 raise ConfigError("pd: a page read twice has two sums, expected a device that works")
 
     # ---- memory -----------------------------------------------------------------------------------------------------
@@ -129,31 +129,31 @@ class CudaDriver:
 
     def pull(
         self, pairs: Sequence[tuple[PageRows, PageRows]], pages: NDArray[np.int32], sources: NDArray[np.int32],
-        seed: int,
+        seed: int, behind: Mark,
     ) -> DevicePull:  # fmt: skip
-        """Queue a gather behind what is queued for the model now; it shares the device with what comes later."""
+        """Queue a gather behind a mark; it shares the device with what was queued for the model later."""
         ours, theirs = zip(*pairs, strict=True)
-        return self._queue.begin(self._job(ours, theirs, ()), self._pulls, pages, seed, sources, behind_model=True)
+        return self._queue.begin(self._job(ours, theirs, ()), self._pulls, pages, seed, sources, behind=behind)
+
+    def mark(self) -> Mark:
+        """What is queued for the model now."""
+        return self._queue.mark()
 
     def sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> bytes:
         """Of own pages, which are whole when what is queued for the model now has run: the host need not have waited
         for a step that chose no token. Waits for the device."""
-        return self._queue.begin(self._of_own(rows), self._own, pages, seed, behind_model=True).sums()
+        return self._queue.begin(self._of_own(rows), self._own, pages, seed, behind=self.mark()).sums()
 
     def begin_sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> DevicePull:
         """Queue sums of own pages, which are whole, beside what is queued for the model."""
-        return self._queue.begin(self._of_own(rows), self._own, pages, seed, behind_model=False)
+        return self._queue.begin(self._of_own(rows), self._own, pages, seed)
 
     def _of_own(self, rows: Sequence[Sequence[PageRows]]) -> PageJob:
         return self._job(tuple(each for group in rows for each in group), (), tuple(map(len, rows)))
 
     def behind_queue(self) -> Callable[[], bool]:
         """Asks, without waiting, whether all that is queued for the model now has run."""
-        stream = torch.cuda.current_stream(self._device)
-        if stream.query():
-            return lambda: True
-        queued: Callable[[], bool] = stream.record_event().query
-        return queued
+        return self.mark().has_passed
 
     def settle(self) -> None:
         """Wait for all that this process has queued on the device, by any library."""

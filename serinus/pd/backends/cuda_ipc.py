@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,10 +105,13 @@ class IpcLibrary(PageSums, Protocol):
 
     def pull(
         self, pairs: Sequence[tuple[PageRows, PageRows]], pages: NDArray[np.int32], sources: NDArray[np.int32],
-        seed: int,
+        seed: int, behind: Any,
     ) -> Pull:  # fmt: skip
         """Queue: rows of own pages are filled from those of opened memory. `pairs`: own rows and source, in the order
-        of a page's bytes. It begins when what was queued before on own pages is over, and gives way to the model."""
+        of a page's bytes. It begins behind a mark, beside what was queued for the model later, and gives way to it."""
+
+    def mark(self) -> object:
+        """What is queued for the model now."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -274,9 +277,14 @@ class CudaIpcBackend:
         """Not used: nothing could keep a peer from writing. Raises InvariantError: always."""
         raise InvariantError("pd: cuda_ipc is used to read only, expected no write")
 
+    def mark(self) -> object:
+        """What is queued on the device now, as OneSided says."""
+        return self._library.mark()
+
     def read(
-        self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32], digest_seed: int = 0
-    ) -> int:
+        self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32], digest_seed: int = 0,
+        behind: Any = None,
+    ) -> int:  # fmt: skip
         """Begin to fill own pages from the peer's; returns the operation's number.
 
         Raises TransferFailed: the peer is not connected, or its pages differ in shape from ours.
@@ -286,11 +294,11 @@ class CudaIpcBackend:
         for ours, theirs in pairs:
             check_match(ours, theirs, pages, sources)
         rows = [(whole_rows(ours), whole_rows(theirs)) for ours, theirs in pairs]
-        return self._begin(known, rows, pages, sources, digest_seed)
+        return self._begin(known, rows, pages, sources, digest_seed, behind)
 
     def read_slice(
         self, peer: str, part: Part, between: tuple[Slice, Slice], pages: NDArray[np.int32],
-        sources: NDArray[np.int32], digest_seed: int,
+        sources: NDArray[np.int32], digest_seed: int, behind: Any = None,
     ) -> int:  # fmt: skip
         """See SliceReader. Raises as `read`."""
         known = self._known(peer)
@@ -299,7 +307,7 @@ class CudaIpcBackend:
             for regions, each in zip((known.regions, self._regions), between, strict=True)
         )
         check_pages(ours.page_count, theirs.page_count, pages, sources)
-        return self._begin(known, [(ours, theirs)], pages, sources, digest_seed)
+        return self._begin(known, [(ours, theirs)], pages, sources, digest_seed, behind)
 
     def _known(self, peer: str) -> _Peer:
         known = self._peers.get(peer)
@@ -309,12 +317,14 @@ class CudaIpcBackend:
 
     def _begin(
         self, known: _Peer, rows: Sequence[tuple[PageRows, PageRows]], pages: NDArray[np.int32],
-        sources: NDArray[np.int32], digest_seed: int,
+        sources: NDArray[np.int32], digest_seed: int, behind: Any,
     ) -> int:  # fmt: skip
+        behind = self._library.mark() if behind is None else behind
         for handle in known.handles:
             self._mapped[known.process, handle].users += 1
         self._last_op += 1
-        self._reads[self._last_op] = _Read(pull=self._library.pull(rows, pages, sources, digest_seed), peer=known)
+        pull = self._library.pull(rows, pages, sources, digest_seed, behind)
+        self._reads[self._last_op] = _Read(pull=pull, peer=known)
         return self._last_op
 
     def poll(self, op: int) -> OpResult:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from serinus.pd.backends.cuda_library import CudaLibrary
 
-__all__ = ["DevicePull", "DevicePulls", "PageJob"]
+__all__ = ["DevicePull", "DevicePulls", "Mark", "PageJob"]
 
 _WORDS_MIN: Final = 4096
 """Of a slot, 32 KB: a pull of 1,365 pages."""
@@ -45,6 +45,29 @@ class PageJob(Protocol):
         """Queue it; the words are on the device."""
 
 
+class Mark:
+    """What was queued on a stream at one moment."""
+
+    def __init__(self, cuda: CudaLibrary, stream: int) -> None:
+        self._cuda, self.event = cuda, 0
+        """Of an event; 0 = all of it had run already."""
+        with cuda:
+            if not cuda.is_idle(stream):
+                self.event = cuda.event(timed=False)
+                cuda.record(self.event, stream)
+
+    def has_passed(self) -> bool:
+        """Whether all of it has run. Never waits."""
+        with self._cuda as cuda:
+            return not self.event or cuda.has_passed(self.event)
+
+    def __del__(self) -> None:
+        """The driver keeps an event that streams wait for."""
+        if self.event:
+            with self._cuda as cuda:
+                cuda.destroy(self.event)
+
+
 class _Slot:
     """Memory and events of one job at a time."""
 
@@ -53,7 +76,7 @@ class _Slot:
         self._cuda = cuda
         self.there_N, self.here_N = there_N, here_N.numpy()
         self.there, self.here = there_N.data_ptr(), here_N.data_ptr()
-        self.behind, self.sent, self.read = (cuda.event(timed=False) for _ in range(3))
+        self.sent, self.read = cuda.event(timed=False), cuda.event(timed=False)
         self.begin, self.end = cuda.event(timed=True), cuda.event(timed=True)
         self.job: PageJob | None = None
         """Kept until the device has done with it."""
@@ -61,7 +84,7 @@ class _Slot:
     def __del__(self) -> None:
         """The memory goes when nothing on the device reads or writes it."""
         with self._cuda as cuda:
-            for event in (self.sent, self.end, self.read, self.begin, self.behind):
+            for event in (self.sent, self.end, self.read, self.begin):
                 cuda.synchronize(event)
                 cuda.destroy(event)
 
@@ -129,11 +152,15 @@ class DevicePulls:
         """Given back; those at the left end may be under way yet."""
         self._lock = Lock()
 
+    def mark(self) -> Mark:
+        """What is queued for the model now."""
+        return Mark(self._cuda, self._model())
+
     def begin(
         self, job: PageJob, stream: int, pages_G: NDArray[np.int32], seed: int,
-        source_pages_G: NDArray[np.int32] | None = None, *, behind_model: bool,
+        source_pages_G: NDArray[np.int32] | None = None, *, behind: Mark | None = None,
     ) -> DevicePull:  # fmt: skip
-        """Queue a job on a stream, behind what is queued for the model now or beside it. Waits for nothing.
+        """Queue a job on a stream, behind a mark, and beside what else is queued for the model. Waits for nothing.
 
         Raises ValueError: a page lies outside; nothing was queued.
         """
@@ -143,9 +170,8 @@ class DevicePulls:
             slot = self._take(cuda, word_count)
             slot.job = job
             job.fill(slot.here_N[:word_count], pages_G, seed, source_pages_G)
-            if behind_model and not cuda.is_idle(model := self._model()):
-                cuda.record(slot.behind, model)
-                cuda.wait(stream, slot.behind)
+            if behind is not None and behind.event:
+                cuda.wait(stream, behind.event)
             cuda.record(slot.begin, stream)
             cuda.send(slot.there, slot.here, 8 * word_count, self._ids)
             cuda.record(slot.sent, self._ids)

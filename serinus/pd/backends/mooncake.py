@@ -227,9 +227,13 @@ class MooncakeBackend:
         self._ops[self._last_op] = _Op(peer=peer, call=call, reads=reads)
         return self._last_op
 
+    def mark(self) -> None:
+        """Our pages are on the host."""
+
     def read(
-        self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32], digest_seed: int = 0
-    ) -> int:
+        self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32], digest_seed: int = 0,
+        behind: Any = None,
+    ) -> int:  # fmt: skip
         """Not used: where pages go whole prefill writes. Raises InvariantError: always."""
         raise InvariantError("pd: mooncake reads no pages into a pool, expected none to be asked for")
 

@@ -275,9 +275,14 @@ class NixlBackend:
         """Not used: a write could not be called back (see above). Raises InvariantError: always."""
         raise InvariantError("pd: nixl is used to read only, expected no write")
 
+    def mark(self) -> Callable[[], bool] | None:
+        """What is queued on the device now, as OneSided says."""
+        return None if self._device is None else self._device.behind_queue()
+
     def read(
-        self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32], digest_seed: int = 0
-    ) -> int:
+        self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32], digest_seed: int = 0,
+        behind: Callable[[], bool] | None = None,
+    ) -> int:  # fmt: skip
         """Begin to fill own pages from the peer's; returns the operation's number.
 
         Raises TransferFailed: the peer is not connected, its pages differ in shape from ours, or NIXL refuses the read.
@@ -286,7 +291,7 @@ class NixlBackend:
         if self._device is None:
             return self._begin(peer, strips)
         rows = (whole_pages(self._regions, part),)
-        return self._begin(peer, strips, partial(self._device.begin_sums, rows, pages, digest_seed))
+        return self._begin(peer, strips, partial(self._device.begin_sums, rows, pages, digest_seed), behind)
 
     def read_rows(self, peer: str, part: Part, rows: NDArray[np.uint8], sources: NDArray[np.int32]) -> int:
         """Begin to fill rows, lent before, from the peer's pages; as `read`."""
@@ -297,7 +302,10 @@ class NixlBackend:
             raise TransferFailed(f"pd: {peer} is not connected")
         return self._peers[peer]
 
-    def _begin(self, peer: str, strips: Strips, begin_sums: Callable[[], Pull] | None = None) -> int:
+    def _begin(
+        self, peer: str, strips: Strips, begin_sums: Callable[[], Pull] | None = None,
+        behind: Callable[[], bool] | None = None,
+    ) -> int:  # fmt: skip
         known = self._peers[peer]
         try:
             local = self._pieces(strips.local, strips, self._index)
@@ -305,7 +313,7 @@ class NixlBackend:
             handle = self._agent.initialize_xfer("READ", local, distant, known.remote, backends=["UCX"])
         except self._errors as error:
             raise TransferFailed(f"pd: NIXL cannot read from {peer}: {error!r}") from None
-        may_begin = _at_once if self._device is None else self._device.behind_queue()
+        may_begin = behind or self.mark() or _at_once
         self._last_op += 1
         self._ops[self._last_op] = _Read(peer=peer, handle=handle, may_begin=may_begin, begin_sums=begin_sums)
         del handle  # none but the read refers to it: it must not outlive its agent

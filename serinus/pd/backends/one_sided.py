@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,10 +207,15 @@ class OneSided(Protocol):
             TransferFailed: the peer is not connected, or the two sides' pages differ in shape. Nothing was begun.
         """
 
+    def mark(self) -> object | None:
+        """What is queued on the device of our pages now; None = they are used by this thread alone."""
+
     def read(
-        self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32], digest_seed: int = 0
-    ) -> int:
-        """Begin to fill own pages from the peer's; as `write`. `digest_seed`: of OpResult.digests."""
+        self, peer: str, part: Part, pages: NDArray[np.int32], sources: NDArray[np.int32], digest_seed: int = 0,
+        behind: Any = None,
+    ) -> int:  # fmt: skip
+        """Begin to fill own pages from the peer's; as `write`. `digest_seed`: of OpResult.digests; `behind`: a mark of
+        this backend, None = all that is queued now."""
 
     def poll(self, op: int) -> OpResult:
         """How an operation is. Never waits. After anything but PENDING the number is forgotten."""
@@ -241,7 +246,7 @@ class SliceReader(OneSided, Protocol):
 
     def read_slice(
         self, peer: str, part: Part, between: tuple[Slice, Slice], pages: NDArray[np.int32],
-        sources: NDArray[np.int32], digest_seed: int,
+        sources: NDArray[np.int32], digest_seed: int, behind: Any = None,
     ) -> int:  # fmt: skip
         """Begin to fill a slice of own pages from one of the peer's; as `read`. `between`: the peer's, and ours."""
 
