@@ -51,8 +51,10 @@ class DecodeHandoff:
 
     def prepare(self, deadline_s: float, granted: Grant | None) -> Prepare:
         """The message that asks for the prompt to be computed; `granted`: into these pages."""
+        spans, seed = ((), 0) if granted is None else (granted.spans, granted.digest_seed)
         return Prepare(
-            xid=self.xid, grant=self.grant, request=self.request, held=self.held, deadline_s=deadline_s, granted=granted
+            xid=self.xid, grant=self.grant, request=self.request, held=self.held, deadline_s=deadline_s, spans=spans,
+            digest_seed=seed,
         )  # fmt: skip
 
     def open(self, account: ArrivalAccount) -> Grant:

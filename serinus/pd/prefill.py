@@ -326,7 +326,11 @@ class PrefillSide:
         self._table.under_way[message.xid] = handoff
         client.live[message.grant] = message.xid
         out.append(handoff.add())
-        granted = client.early.pop(message.grant, None) or message.granted
+        granted = client.early.pop(message.grant, None)
+        if message.spans:
+            granted = Grant(
+                xid=message.xid, grant=message.grant, spans=message.spans, digest_seed=message.digest_seed
+            )  # fmt: skip
         if granted is not None:
             self._granted(client, granted, now, out)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from serinus.core.handoff import ChunkReady
+from serinus.core.parts import PageSpan
 from serinus.pd.actions import AbortPrefill, AddPrefill, Landed, PeerChanged, PrefillDrained, Recompute, Send
 from serinus.pd.events import CancelHandoff
 from serinus.pd.pages import PieceMoved, PieceStatus, TakenIn
@@ -36,6 +37,9 @@ class _Passage:
     ended: float | None = None
     code: str = ""
     reason: str = ""
+
+    def grant(self, spans: Sequence[PageSpan], now: float) -> None:
+        self.granted, self.pages = now, sum(len(span.pages) for span in spans)
 
     def piece(self, now: float, rank: int, number: int, byte_count: int) -> None:
         self.byte_count += byte_count
@@ -97,8 +101,10 @@ class HandoffTrail:
             case Send(message=Prepare() as prepare):
                 passage = self._begin(prepare.xid, prepare.request.rid, now, peer=action.peer)
                 passage.tokens, passage.held = len(prepare.request.prompt), prepare.held
+                if prepare.spans:
+                    passage.grant(prepare.spans, now)
             case Send(message=Grant() as grant) if (found := self._passages.get(grant.xid)) is not None:
-                found.granted, found.pages = now, sum(len(span.pages) for span in grant.spans)
+                found.grant(grant.spans, now)
             case AddPrefill() if action.xid not in self._passages:
                 passage = self._begin(action.xid, action.rid, now, peer=action.peer)
                 passage.tokens, passage.held = len(action.request.prompt), action.held

@@ -71,7 +71,7 @@ class SimMailbox(Mailbox):
         return [item for _, item in ends]
 
     def _waits(self, letter: PeerMessage, chance: float) -> bool:
-        """Whether a message is overtaken; the GRANT often together with its PREPARE."""
+        """Whether a message is overtaken: often a PREPARE whose GRANT comes by itself, and then that one with it."""
         message = letter.message
         if not isinstance(message, _MAY_OVERTAKE):
             return False
@@ -79,6 +79,8 @@ class SimMailbox(Mailbox):
             return False  # its DRAINED follows, and must find it there
         if isinstance(message, Grant) and message.xid in self._late_xids:
             chance = max(chance, 0.7)
+        if isinstance(message, Prepare) and not message.spans and chance:
+            chance = max(chance, 0.5)
         waits = self._engine.rng.random() < chance
         if waits and isinstance(message, Prepare):
             self._late_xids.add(message.xid)

@@ -100,6 +100,9 @@ class Keepalive(MessageBase, frozen=True, kw_only=True):
     """...and those of a prompt token; 0 = not measured yet."""
 
 
+Spans = Annotated[tuple[PageSpan, ...], msgspec.Meta(max_length=8)]
+
+
 class _OfGrant(MessageBase, frozen=True, kw_only=True):
     """What the two sides say of one grant of one handoff."""
 
@@ -110,7 +113,7 @@ class _OfGrant(MessageBase, frozen=True, kw_only=True):
 class Grant(_OfGrant, frozen=True, kw_only=True):
     """D -> P: permission to fill these pages of decode."""
 
-    spans: Annotated[tuple[PageSpan, ...], msgspec.Meta(max_length=8)]
+    spans: Spans
     """One per part that has bytes, each up to the end of the prompt, in decode's pages."""
     digest_seed: Count = 0
 
@@ -127,15 +130,16 @@ class Prepare(MessageBase, frozen=True, kw_only=True):
     """Page-aligned (by decode's pages), at most prompt length - 1."""
     deadline_s: float = 300.0
     """Seconds from receipt after which prefill may end it with FAIL."""
-    granted: Grant | None = None
-    """Where decode has pages for it already; else GRANT comes later."""
+    spans: Spans = ()
+    """As in GRANT, where decode has pages for it already; else GRANT comes later."""
+    digest_seed: Count = 0
 
 
 class Data(_OfGrant, frozen=True, kw_only=True):
     """P -> D: pages from `first` on of one part, as one rank of P has them, as many as there are digests.
 
     Receiver-checked: the bytes are the frame's payload, or lie in shm. Push: they lie in decode's pages already.
-    Pull: they may be read from `pages` of that rank until the lease ends; where ranks read slices of them alone, the
+    Pull: they may be read from `pages` of that rank until the handoff ends; where ranks read slices of them alone, the
     payload is what each gets of their stamps, [rank that takes][page][bytes of stamps].
     """
 
@@ -232,7 +236,7 @@ class ConfirmOk(_OfGrant, frozen=True, kw_only=True):
 
 
 class Expired(_OfGrant, frozen=True, kw_only=True):
-    """P -> D: they did not, or the lease has ended; stop reading and send Drained."""
+    """P -> D: they did not, or the handoff has ended; stop reading and send Drained."""
 
 
 class Drained(_OfGrant, frozen=True, kw_only=True):

@@ -101,6 +101,7 @@ def message_of(choices: Choices, mode: Mode) -> Message:
         Prepare(
             **right, request=make_request("r", choices.pick(10), temperature=float(choices.pick(3))),
             held=4 * choices.pick(3), deadline_s=float(choices.pick(4) * 100 - 100),
+            spans=spans if choices.pick(2) else (), digest_seed=choices.pick(3),
         ),
         Grant(**right, spans=spans, digest_seed=_number(choices)),
         Data(

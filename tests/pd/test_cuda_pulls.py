@@ -212,7 +212,7 @@ def test_jobs_have_their_sums_and_pages_whatever_the_device_does_first(seed: int
         for _ in range(rng.randrange(20)):
             device.step()
     assert all(pull.sums() == expected for pull, expected in under_way)
-    assert len(gpu.sizes) <= 41
+    assert len(gpu.sizes) < 40, "slots are used again"
 
 
 def test_a_slot_is_used_again_when_its_sums_were_read_and_not_while_the_device_may_use_it() -> None:
@@ -309,6 +309,17 @@ def test_nothing_is_queued_for_pages_that_are_not_there(
         gpu.pull(pages, 1, sources, granted)
     assert list(map(len, gpu.device.streams)) == [1, 0, 0, 0, 0]
     assert not gpu.sizes
+
+
+def test_a_slot_of_a_job_that_was_queued_in_part_is_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu.made(9)
+    with monkeypatch.context() as broken:
+        broken.setattr(Device, "fetch", None)
+        with pytest.raises(TypeError):
+            gpu.pull(ids(1), 1, ids(3))
+    gpu.device.run()
+    assert gpu.pull(ids(2), 2, ids(4)).sums() == summed(gpu.other, ids(4), 2)
+    assert gpu.sizes == [4096, 4096]
 
 
 def test_what_the_driver_refuses_is_said_in_its_words_and_addresses_arrive_whole() -> None:

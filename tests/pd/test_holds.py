@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from serinus.core.handoff import ChunkReady
 from serinus.pd import AbortPrefill, DecodeSide, Landed, MovePiece, PieceMoved, PrefillSide, Send, TakeIn, TakenIn
 from serinus.pd.actions import AddPrefill, PrefillDrained, StopPrefill
 from serinus.pd.backends.holds import SharedHolds
+from serinus.pd.backends.shm import Segments, segment_name
 from serinus.pd.events import EndPrefill, WantPeer
 from serinus.pd.pages import PagesGranted
 from serinus.pd.settings import Holds
@@ -38,12 +40,14 @@ input()
 @pytest.fixture
 def holder() -> Iterator[subprocess.Popen[str]]:
     """Another process, with two holds."""
-    with subprocess.Popen([sys.executable, "-c", HOLDER], stdin=-1, stdout=-1, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         yield process
         process.kill()
 
 
-def test_a_lease_of_another_process_is_read_until_it_ends(holder: subprocess.Popen[str]) -> None:
+def test_a_hold_of_another_process_is_read_until_it_ends(holder: subprocess.Popen[str]) -> None:
     assert holder.stdin is not None
     assert holder.stdout is not None
     first, second = holder.stdout.readline().split()
@@ -89,11 +93,29 @@ def test_a_close_ends_all_holds_and_beyond_a_number_of_them_peers_ask() -> None:
     assert not any(reader.lasts(hold) for hold in found)
 
 
-@pytest.mark.parametrize(
-    "hold", ["", "1", "1:2:3/0", "1:2:3/x/1", "1:2:3/0/1", "a/b/c", "1:2:3/9999/1", "/0/1", "1:2:3/-1/0"]
-)
-def test_whatever_is_no_lease_is_not_believed(hold: str) -> None:
+@pytest.mark.parametrize("place", ["/512/1", "/-1/0", "/7/0", "/0/2", "/0/\u0661", "/x/1", "/0", "", "/0/1/1"])
+def test_whatever_is_no_hold_of_a_segment_is_not_believed(place: str) -> None:
+    owner = SharedHolds()
+    hold = owner.begin()
+    segment = hold.partition("/")[0]
+    assert SharedHolds().lasts(hold)
+    assert not SharedHolds().lasts(segment + place)
+    owner.close()
+
+
+@pytest.mark.parametrize("hold", ["", "1", "1:2:3/0/1", "a/b/c", "/0/1"])
+def test_a_segment_that_is_not_there_holds_nothing(hold: str) -> None:
     assert not SharedHolds().lasts(hold)
+
+
+@pytest.mark.parametrize("byte_count", [1, 12])
+def test_a_segment_of_any_size_is_read(byte_count: int) -> None:
+    own = Segments().create(byte_count)
+    own.area[:] = 1
+    name = segment_name(os.getpid(), own)
+    assert not SharedHolds().lasts(f"{name}/1/1")
+    assert SharedHolds().lasts(f"{name}/0/{0x0101010101010101}") == (byte_count > 8)
+    os.close(own.fd)
 
 
 class Unreadable:
@@ -159,7 +181,7 @@ class Two:
         return out
 
 
-def test_a_handoff_lands_without_a_question_while_its_lease_holds() -> None:
+def test_a_handoff_lands_without_a_question_while_its_hold_lasts() -> None:
     two = Two()
     out = two.read(two.offer())
     assert [type(message) for message in sent(out)] == [DoneOk]
@@ -169,7 +191,7 @@ def test_a_handoff_lands_without_a_question_while_its_lease_holds() -> None:
     assert two.prefill.handoff_count == 0
 
 
-def test_where_no_lease_can_be_read_decode_asks_and_says_nothing_twice() -> None:
+def test_where_no_hold_can_be_read_decode_asks_and_says_nothing_twice() -> None:
     two = Two(Unreadable())
     asked = two.read(two.offer())
     assert [type(message) for message in sent(asked)] == [Confirm]
@@ -180,7 +202,7 @@ def test_where_no_lease_can_be_read_decode_asks_and_says_nothing_twice() -> None
     assert not two.prefill.rejects
 
 
-def test_a_lease_is_over_before_the_pages_of_a_lost_peer_are_given_up() -> None:
+def test_a_hold_is_over_before_the_pages_of_a_lost_peer_are_given_up() -> None:
     two = Two()
     offered, ended = two.offer(), []
     end = two.holds.end

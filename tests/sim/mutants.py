@@ -41,7 +41,7 @@ from serinus.sim.options import Cancel, Scenario
 from serinus.sim.ports import Shared
 from serinus.sim.process import SimProcess
 from serinus.wire import PeerMessage, ReliableLink
-from serinus.wire.messages import AbortGrant, Confirm, ConfirmOk, DataOk, Done, DoneOk, Expired, Fail
+from serinus.wire.messages import AbortGrant, DataOk, Done, DoneOk, Expired, Fail
 from tests.sim import backend_mutants, canary_mutants, line_mutants, order_mutants, rank_mutants, window_mutants  # noqa: F401
 from tests.sim.hunting import MUTANTS, SEEDS_MAX, Kill, Mutant, hunt, mutant, replaced
 
@@ -163,19 +163,14 @@ def fence_without_cutting() -> Iterator[None]:
 # ---- PD.md: pull, sources, snapshots, counts, ranks ---------------------------------------------------------------
 
 
-@mutant("the lease is only a word", "ipc")
+@mutant("pages are given up while their hold stands", "ipc")
 def lease_ignored() -> Iterator[None]:
-    """Prefill gives pages to others when their lease is over, here at once, and says yes to a CONFIRM all the same;
-    decode, which trusts that, compares no sums."""
+    """Prefill gives pages to others when their lease is over, here at once; decode compares no sums."""
     import serinus.pd.page_worker as page_worker
 
     original = PrefillSide.handle
 
     def handle(self: PrefillSide, event: Any, now: float) -> list[Any]:
-        if isinstance(event, PeerMessage) and isinstance(event.message, Confirm):
-            xid, grant = event.message.xid, event.message.grant
-            if xid not in self._table.under_way:
-                return [Send(peer=event.peer, message=ConfirmOk(xid=xid, grant=grant))]
         for handoff in self._table.under_way.values():
             handoff.lease_until = 0.0
         out = [action for action in original(self, event, now) if not _is_expired(action)]

@@ -81,6 +81,7 @@ MESSAGES: tuple[Message, ...] = (
     HelloOk(engine="p", role="prefill", backend="shm", layout=LAYOUT),
     Keepalive(grant_floor=9, load=1, turn=2),
     Prepare(xid="x.0", grant=1, request=REQUEST, held=0),
+    Prepare(xid="x.0", grant=1, request=REQUEST, held=0, spans=(SPAN,), digest_seed=(1 << 63) - 1),
     Grant(xid="x.0", grant=1, spans=(SPAN,), digest_seed=(1 << 63) - 1),
     DATA,
     DataOk(xid="x.0", grant=1, piece=0),

@@ -52,7 +52,7 @@ class CudaDriver:
             from serinus.kernels.triton.pull_pages import PagePull
 
             self._cuda = CudaLibrary(ctypes.CDLL("libcuda.so.1"), self._ids.cuda_stream)
-        except (ImportError, OSError) as error:
+        except (ImportError, OSError, AttributeError, CudaFailed) as error:
             raise ConfigError(f"pd: pages on a GPU need the driver of CUDA and Triton: {error}") from None
         self.device = _uuid(index)
         others = range(torch.cuda.device_count())

@@ -245,7 +245,10 @@ class CudaIpcBackend:
         self._peers[peer] = _Peer(process=session.process, regions=regions, handles=tuple(opened))
 
     def _placed(self, session: _Session, region: Region) -> Region:
-        """A region of a peer at its address here. Raises TransferFailed: it is outside of what it shares."""
+        """A region of a peer at its address here. Raises TransferFailed: it is outside of what it shares, or not of
+        whole words."""
+        if any(number % 8 for number in (region.address, region.lane_stride, region.strip_bytes)):
+            raise TransferFailed(f"pd: pages of part {region.part.name} lie at no multiple of 8 bytes in the peer")
         for memory in session.shared:
             if _holds(memory, region):
                 start = self._mapped[session.process, memory.handle].address
@@ -320,10 +323,10 @@ class CudaIpcBackend:
         sources: NDArray[np.int32], digest_seed: int, behind: Any,
     ) -> int:  # fmt: skip
         behind = self._library.mark() if behind is None else behind
+        pull = self._library.pull(rows, pages, sources, digest_seed, behind)
         for handle in known.handles:
             self._mapped[known.process, handle].users += 1
         self._last_op += 1
-        pull = self._library.pull(rows, pages, sources, digest_seed, behind)
         self._reads[self._last_op] = _Read(pull=pull, peer=known)
         return self._last_op
 

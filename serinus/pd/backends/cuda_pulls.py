@@ -150,6 +150,8 @@ class DevicePulls:
         self._cuda, self._allocate, self._model, self._ids, self._reads = cuda, allocate, model, ids, reads
         self._idle: deque[_Slot] = deque()
         """Given back; those at the left end may be under way yet."""
+        self._failed: list[_Slot] = []
+        """Of jobs that were queued in part: nothing tells when the device has done with them."""
         self._lock = Lock()
 
     def mark(self) -> Mark:
@@ -170,6 +172,7 @@ class DevicePulls:
             slot = self._take(cuda, word_count)
             slot.job = job
             job.fill(slot.here_N[:word_count], pages_G, seed, source_pages_G)
+            self._failed.append(slot)
             if behind is not None and behind.event:
                 cuda.wait(stream, behind.event)
             cuda.record(slot.begin, stream)
@@ -181,6 +184,7 @@ class DevicePulls:
             cuda.wait(self._reads, slot.end)
             cuda.fetch(slot.here, slot.there, 8 * count * job.sums, self._reads)
             cuda.record(slot.read, self._reads)
+            self._failed.remove(slot)
         return DevicePull(cuda, slot, self._idle, count * job.sums)
 
     def _take(self, cuda: CudaLibrary, word_count: int) -> _Slot:

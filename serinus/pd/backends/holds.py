@@ -2,12 +2,13 @@
 takes two messages and a turn of an engine that may be busy.
 
 A word for each connection. Prefill gives none of the pages up that a peer may read while their connection is there and
-the peer has not said that it has read them; so the word is cleared when the connection is given up, before any of
+the peer has not said that it reads them no more; so the word is cleared when the connection is given up, before any of
 these pages is. Decode looks when its reads have ended: where the word is still set, the pages were held until then.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import numpy as np
@@ -20,6 +21,8 @@ _WORDS: Final = 512
 """Connections with a hold at a time: a page of memory."""
 _MAPPED_MAX: Final = 64
 """Segments of others that stay mapped."""
+_HOLD: Final = re.compile(r"(.{1,64})/([0-9]{1,4})/([1-9][0-9]{0,18})")
+"""Segment, word, number; a word that says 0 is free."""
 
 
 class SharedHolds:
@@ -58,20 +61,21 @@ class SharedHolds:
 
     def lasts(self, hold: str) -> bool:
         """Whether a hold of another process is not over. False too where that cannot be read."""
-        segment, _, rest = hold.partition("/")
-        place, _, number = rest.partition("/")
-        if not (place.isdecimal() and number.isdecimal() and int(place) < _WORDS):
+        match = _HOLD.fullmatch(hold)
+        if match is None:
             return False
+        segment, place, number = match[1], int(match[2]), int(match[3])
         words = self._mapped.get(segment)
         if words is None:
             try:
-                words = attach(self._segments, segment)[: 8 * _WORDS].view(np.uint64)
+                area = attach(self._segments, segment)
             except TransferFailed:
                 return False
+            words = area[: len(area) // 8 * 8].view(np.uint64)
             if len(self._mapped) >= _MAPPED_MAX:
                 self._mapped.clear()
             self._mapped[segment] = words
-        return int(place) < len(words) and int(words[int(place)]) == int(number)
+        return place < len(words) and int(words[place]) == number
 
     def close(self) -> None:
         """Give own memory back, and that of others."""
