@@ -69,8 +69,7 @@ def handoff() -> Svg:
         svg.line([(x, 54), (x, 460)], GREY, width=1, dashes="4 4")
     steps = (
         (78, 0, "", "own prefix cache, pages for the rest"),
-        (112, 1, "PREPARE: the prompt, what is held", ""),
-        (146, 1, "GRANT: pages that may be filled", "own prefix cache, chunks"),
+        (130, 1, "PREPARE: the prompt, what is held, pages that may be filled", "own prefix cache, chunks"),
         (196, -1, "DATA: pages of a chunk, digests", "grant open? copy, check digests"),
         (230, 1, "DATA_OK", "bytes of staging are free"),
         (272, -1, "DATA ... for each chunk, as it is computed", ""),
