@@ -156,11 +156,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _histogram("kv_transfer_grant_wait_seconds", "Prefill: seconds from PREPARE to GRANT", MOVE_S),
     _histogram("kv_transfer_queue_seconds", "Decode: seconds a prompt waited in the queue of prefill", MOVE_S),
     _histogram("kv_transfer_compute_seconds", "Decode: seconds prefill computed a prompt", MOVE_S),
-    _histogram(
-        "kv_transfer_confirm_seconds",
-        "Decode, pull: seconds a CONFIRM waits, where no hold is read",
-        MOVE_S,
-    ),
+    _histogram("kv_transfer_confirm_seconds", "Decode, pull: seconds a CONFIRM waits, where no hold is read", MOVE_S),
     _histogram("kv_transfer_quarantine_seconds", "Seconds pages of a closed grant were held back", MOVE_S),
     _histogram("kv_transfer_first_token_seconds", "Seconds from arrival to a first token that came over", MOVE_S),
     _histogram("kv_transfer_alloc_ms", "Milliseconds a remote request waited for pages", _MOVE_MS),
