@@ -361,7 +361,7 @@ class Engine:
         """Its deadline has come, or comes before it can end: end it, where it has not ended."""
         if rid not in self.scheduler:
             return
-        self.handoffs.aborted(rid, now)
+        self.handoffs.aborted(rid, now, code="timeout", reason=f"{how} its deadline")
         delta = self.scheduler.abort(rid, "its deadline came", FinishReason.ERROR)
         if delta is None:
             return

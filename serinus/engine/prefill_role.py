@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from serinus.core.errors import CapacityError, RequestError
+from serinus.core.errors import CapacityError, RequestError, TooLate
 from serinus.core.handoff import HandoffFinding, PageTrace
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
@@ -148,8 +148,9 @@ class PrefillRole(PortRole):
         try:
             self._scheduler.add(result.request, handoff=HandoffSpec(xid=result.xid, held=result.held, rid=result.rid))
         except (RequestError, CapacityError) as error:
-            self._metrics.add("num_bootstrap_failed_reqs", 1, "rejected")
-            event = EndPrefill(xid=result.xid, code="rejected", reason=str(error))
+            code = "timeout" if isinstance(error, TooLate) else "rejected"
+            self._metrics.add("num_bootstrap_failed_reqs", 1, code)
+            event = EndPrefill(xid=result.xid, code=code, reason=str(error))
             self._handle(event, now)
 
     def _drained(self, result: PrefillDrained) -> None:

@@ -85,7 +85,7 @@ class CancelHandoff:
 
     rid: str
     code: str = "aborted"
-    """What the peer is told: aborted, or kv_canary."""
+    """What the peer is told: aborted, timeout or kv_canary."""
     reason: str = "aborted by the client"
 
 
@@ -123,7 +123,7 @@ class EndPrefill:
 
     xid: str
     code: str
-    """rejected | aborted | error | kv_canary"""
+    """rejected | aborted | timeout | error | kv_canary"""
     reason: str = ""
 
 

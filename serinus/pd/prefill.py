@@ -49,7 +49,7 @@ from serinus.wire.messages import (
 
 _CODES: Final = frozenset(
     {"aborted", "deadline", "digest", "error", "expired", "kv_canary", "mismatch", "peer_gone", "peer_slow", "rejected",
-     "refused", "shutdown", "transfer"}
+     "refused", "shutdown", "timeout", "transfer"}
 )  # fmt: skip
 """Reasons a decode engine may give; they become labels of a metric."""
 

@@ -240,6 +240,26 @@ def test_a_request_that_reaches_its_deadline_ends_with_504_and_leaves_nothing(to
     assert both.decode.built.metrics.get("num_timed_out_requests") == 1
 
 
+@pytest.mark.parametrize(("told", "seconds"), [("when it comes", 0.05), ("when its turn does", 0.1)])
+def test_a_prompt_too_late_for_prefill_is_computed_by_decode_for_that_reason(
+    toy: Path, told: str, seconds: float
+) -> None:
+    both = pair(toy, prefill_settings={"request_s_max": seconds, "max_running_requests": 1})
+    both.add("measure", [9] * 17, 1)
+    both.run_until_idle()  # prefill knows how fast it is
+    prompts = {rid: [first, *range(1, 60)] for first, rid in enumerate(("first", "second"))}
+    for rid, prompt in prompts.items():
+        both.add(rid, prompt, 4)
+    both.run_until_idle()
+    for rid, prompt in prompts.items():
+        assert both.tokens(rid) == toy_continue(load_spec(toy), prompt, 4)
+    expected = 2 if told == "when it comes" else 1
+    assert both.decode.built.metrics.get("num_recomputed_requests", "timeout") == expected
+    refused = both.prefill.built.metrics.get("num_bootstrap_failed_reqs", "timeout")
+    assert refused == (2 if told == "when it comes" else 0)
+    both.check()
+
+
 def test_the_servers_timeout_bounds_every_request_and_an_id_may_be_used_again(toy: Path) -> None:
     both = pair(toy, decode_settings={"request_s_max": 0.2})
     both.add("a", [1, 2, 3], 2, remote=False)
