@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
+
+# Else a process that Ray forks from this one may abort before its program begins: gRPC's handlers of a fork
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
