@@ -149,7 +149,6 @@ class PrefillRole(PortRole):
             self._scheduler.add(result.request, handoff=HandoffSpec(xid=result.xid, held=result.held, rid=result.rid))
         except (RequestError, CapacityError) as error:
             code = "timeout" if isinstance(error, TooLate) else "rejected"
-            self._metrics.add("num_bootstrap_failed_reqs", 1, code)
             event = EndPrefill(xid=result.xid, code=code, reason=str(error))
             self._handle(event, now)
 
@@ -166,11 +165,10 @@ class PrefillRole(PortRole):
 
     def _ended(self, result: AbortPrefill, now: float) -> None:
         self._asked.pop(result.xid, None)
-        known = self._scheduler.handoff_ended(result.xid)
+        self._scheduler.handoff_ended(result.xid)
         self._spans.failed(result.xid, f"{result.code}: {result.reason}")
-        if known or result.code != "rejected":  # a rejected one was counted when it was
-            name = "num_transfer_failed_reqs" if result.had_grant else "num_bootstrap_failed_reqs"
-            self._metrics.add(name, 1, result.code)
+        name = "num_transfer_failed_reqs" if result.had_grant else "num_bootstrap_failed_reqs"
+        self._metrics.add(name, 1, result.code)
         if self._rarely.says(result.code, now):
             _log.warning(
                 "handoff %s of request %s ended (%s): %s", result.xid, result.rid, result.code, result.reason,

@@ -253,10 +253,12 @@ def test_a_prompt_too_late_for_prefill_is_computed_by_decode_for_that_reason(
     both.run_until_idle()
     for rid, prompt in prompts.items():
         assert both.tokens(rid) == toy_continue(load_spec(toy), prompt, 4)
-    expected = 2 if told == "when it comes" else 1
-    assert both.decode.built.metrics.get("num_recomputed_requests", "timeout") == expected
-    refused = both.prefill.built.metrics.get("num_bootstrap_failed_reqs", "timeout")
-    assert refused == (2 if told == "when it comes" else 0)
+    count = 2 if told == "when it comes" else 1
+    assert both.decode.built.metrics.get("num_recomputed_requests", "timeout") == count
+    for driver in (both.decode, both.prefill):
+        names = ("num_bootstrap_failed_reqs", "num_transfer_failed_reqs")
+        counts = [driver.built.metrics.get(name, "timeout") for name in names]
+        assert counts == [0, count], "pages were granted, and each is counted once"
     both.check()
 
 
