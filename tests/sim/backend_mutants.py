@@ -35,12 +35,12 @@ def _over_at_once(backend: type[CudaIpcBackend] | type[NixlBackend] | type[Moonc
         yield
 
 
-mutant("a read is over when it has begun", "pull")(partial(_over_at_once, NixlBackend))
-mutant("a gather is over when it was queued", "ipc")(partial(_over_at_once, CudaIpcBackend))
-mutant("a write is over when it was handed on", "push")(partial(_over_at_once, MooncakeBackend))
+mutant("a read is over when it has begun", "pull", says="I2:")(partial(_over_at_once, NixlBackend))
+mutant("a gather is over when it was queued", "ipc", says="I2:")(partial(_over_at_once, CudaIpcBackend))
+mutant("a write is over when it was handed on", "push", says="I4:")(partial(_over_at_once, MooncakeBackend))
 
 
-@mutant("a read that failed is over", "pull")
+@mutant("a read that failed is over", "pull", says="I2:")
 def failed_read_over() -> Iterator[None]:
     """The agent lives on, and with it the pieces of the read that are still under way."""
     check, poll = SimAgent.check_xfer_state, NixlBackend.poll
@@ -62,7 +62,7 @@ def failed_read_over() -> Iterator[None]:
         yield
 
 
-@mutant("memory is let go while it is read", "ipc")
+@mutant("memory is let go while it is read", "ipc", says="is let go while it is read")
 def let_go_early() -> Iterator[None]:
     """A read under way does not keep the memory of its peer open."""
     begin = CudaIpcBackend._begin
@@ -82,7 +82,7 @@ def _unequal(seed: int) -> Scenario:
     return draw(seed, backend="ipc", unequal=True)
 
 
-@mutant("a slice is read when it was queued", world=_unequal)
+@mutant("a slice is read when it was queued", world=_unequal, says="I6:")
 def sliced_at_once() -> Iterator[None]:
     """...and its sums are those of the owner."""
     import serinus.pd.page_worker as page_worker
@@ -92,7 +92,9 @@ def sliced_at_once() -> Iterator[None]:
 
 
 @mutant(
-    "a rank fills the heads of its neighbour", world=lambda seed: draw(seed, backend="ipc", unequal=True, latent=False)
+    "a rank fills the heads of its neighbour",
+    world=lambda seed: draw(seed, backend="ipc", unequal=True, latent=False),
+    says="I6:",
 )
 def other_heads() -> Iterator[None]:
     """Its slices are whole rows, of which it has a part."""
@@ -127,7 +129,7 @@ def outlasting(seed: int, backend: str) -> Scenario:
 
 def _outlasting(backend: str) -> dict[str, Any]:
     """What a mutant says of such worlds."""
-    return {"world": partial(outlasting, backend=backend), "says": "I6"}
+    return {"world": partial(outlasting, backend=backend), "says": "I6:"}
 
 
 def _without_sums(owner: type, name: str, value: Any) -> Iterator[None]:
@@ -172,7 +174,11 @@ def looked_early() -> Iterator[None]:
         yield from _without_sums(SharedHolds, "lasts", held)
 
 
-@mutant("a read into rows is over when it has begun", world=lambda seed: draw(seed, backend="pull", unequal=True))
+@mutant(
+    "a read into rows is over when it has begun",
+    world=lambda seed: draw(seed, backend="pull", unequal=True),
+    says="I6:",
+)
 def rows_over_at_once() -> Iterator[None]:
     """...and nothing compares what is there with what was sent."""
     import serinus.pd.page_worker as page_worker
@@ -181,7 +187,7 @@ def rows_over_at_once() -> Iterator[None]:
         yield from _over_at_once(NixlBackend)
 
 
-@mutant("a write that failed is over", "push")
+@mutant("a write that failed is over", "push", says="I2:")
 def failed_write_over() -> Iterator[None]:
     """Some of its bytes are still on their way."""
     poll = MooncakeBackend.poll
@@ -194,7 +200,7 @@ def failed_write_over() -> Iterator[None]:
         yield
 
 
-@mutant("a fence that keeps the old engine", "push")
+@mutant("a fence that keeps the old engine", "push", says="I2:")
 def engine_kept() -> Iterator[None]:
     """Something still refers to it, so its connections are not closed."""
     initialize, kept = SimTransferEngine.initialize, []
@@ -207,7 +213,7 @@ def engine_kept() -> Iterator[None]:
         yield
 
 
-@mutant("staged bytes are given up before they were fetched", "shm", "tcp")
+@mutant("staged bytes are given up before they were fetched", "shm", "tcp", says="I16:")
 def staged_given_up() -> Iterator[None]:
     """The place of a piece in the sender's area is handed out again at once."""
     from serinus.pd.backends.tcp import _TcpSender
@@ -232,7 +238,7 @@ def staged_given_up() -> Iterator[None]:
         yield
 
 
-@mutant("an engine is made without the end of an answer")
+@mutant("an engine is made without the end of an answer", says="I6:")
 def no_end() -> Iterator[None]:
     """What the model says of its last token does not reach the scheduler."""
     import serinus.engine.planning as planning
@@ -242,7 +248,7 @@ def no_end() -> Iterator[None]:
         yield
 
 
-@mutant("an engine is made without the check of arrivals", world=damaged)
+@mutant("an engine is made without the check of arrivals", world=damaged, says="I23:")
 def no_check_of_arrivals() -> Iterator[None]:
     """The canary is there, and its role does not know."""
     import serinus.engine.build as build

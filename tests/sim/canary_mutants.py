@@ -57,7 +57,7 @@ def _only(scenario: Scenario, **damage: float) -> Scenario:
     return replace(scenario, options=replace(scenario.options, **{**dict.fromkeys(DAMAGES, 0.0), **damage}))
 
 
-@mutant("stamps vouch for bytes that went elsewhere", world=sound)
+@mutant("stamps vouch for bytes that went elsewhere", world=sound, says="nothing was damaged")
 def others_not_taken_off() -> Iterator[None]:
     """A page that was cut anew keeps the digest of all that its source rank held."""
     import serinus.pd.stamps as stamps
@@ -66,7 +66,7 @@ def others_not_taken_off() -> Iterator[None]:
         yield
 
 
-@mutant("stamps of several source ranks are not added", world=sound)
+@mutant("stamps of several source ranks are not added", world=sound, says="nothing was damaged")
 def terms_not_added() -> Iterator[None]:
     """A page that was put together has the digest of what came last."""
     import serinus.pd.stamps as stamps
@@ -75,7 +75,7 @@ def terms_not_added() -> Iterator[None]:
         yield
 
 
-@mutant("what has arrived is not verified", world=damaged)
+@mutant("what has arrived is not verified", world=damaged, says="I23:")
 def arrivals_not_verified() -> Iterator[None]:
     """Pages are used as they came."""
     from serinus.canary import ArrivalVerdict, CanaryLead
@@ -84,7 +84,7 @@ def arrivals_not_verified() -> Iterator[None]:
         yield
 
 
-@mutant("no request is failed for what the canary found", world=damaged)
+@mutant("no request is failed for what the canary found", world=damaged, says="I6:")
 def none_failed() -> Iterator[None]:
     """It is logged, and the request goes on."""
     from serinus.canary import CanaryLead
@@ -99,7 +99,7 @@ def none_failed() -> Iterator[None]:
         yield
 
 
-@mutant("a digest that differs is no violation", world=damaged)
+@mutant("a digest that differs is no violation", world=damaged, says="I6:")
 def digest_not_compared() -> Iterator[None]:
     """KV is taken for what its stamp says."""
     import serinus.ranks.build as ranks
@@ -114,7 +114,7 @@ def digest_not_compared() -> Iterator[None]:
         yield
 
 
-@mutant("the sweep does nothing", world=damaged, says="I20")
+@mutant("the sweep does nothing", world=damaged, says="I20:")
 def nothing_swept() -> Iterator[None]:
     """Its turns come, and no slot is looked at."""
     from serinus.canary import CanaryRank
@@ -123,7 +123,7 @@ def nothing_swept() -> Iterator[None]:
         yield
 
 
-@mutant("no sequence is verified as a whole", world=damaged)
+@mutant("no sequence is verified as a whole", world=damaged, says="I23:")
 def nothing_whole() -> Iterator[None]:
     """A sequence that just came waits for its turns like all others."""
     from serinus.canary import rank
@@ -137,7 +137,7 @@ def nothing_whole() -> Iterator[None]:
         yield
 
 
-@mutant("condemned pages stay in the tree", world=damaged, says="I20")
+@mutant("condemned pages stay in the tree", world=damaged, says="I20:")
 def condemned_not_cut() -> Iterator[None]:
     """They are in quarantine, and found all the same."""
     from serinus.cache.quarantine import PageQuarantine
@@ -146,7 +146,7 @@ def condemned_not_cut() -> Iterator[None]:
         yield
 
 
-@mutant("copies that stay are not verified", world=copied)
+@mutant("copies that stay are not verified", world=copied, says="I7:")
 def copies_not_verified() -> Iterator[None]:
     """What the host has of a condemned page is taken for right."""
     from serinus.canary.copies import CopyCheck
@@ -159,7 +159,7 @@ def copies_not_verified() -> Iterator[None]:
         yield
 
 
-@mutant("a slot that leaves a window is verified alone", world=sliding)
+@mutant("a slot that leaves a window is verified alone", world=sliding, says="I23:")
 def leaves_alone() -> Iterator[None]:
     """Without the slot behind it, which tells whether it is of the same prompt."""
     from serinus.canary import rank
@@ -178,7 +178,7 @@ def leaves_alone() -> Iterator[None]:
         yield
 
 
-@mutant("what a peer condemned is not condemned here", world=sent, says="I24")
+@mutant("what a peer condemned is not condemned here", world=sent, says="I24:")
 def recalls_ignored() -> Iterator[None]:
     """It is told, and stays in the cache of the engine that sent it."""
     from serinus.canary.recalls import Recalls
@@ -187,7 +187,7 @@ def recalls_ignored() -> Iterator[None]:
         yield
 
 
-@mutant("no peer is told what was condemned", world=sent, says="I24")
+@mutant("no peer is told what was condemned", world=sent, says="I24:")
 def recalls_not_told() -> Iterator[None]:
     """The engine that sent it goes on with it."""
     from serinus.canary.recalls import Recalls

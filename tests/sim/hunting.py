@@ -27,8 +27,8 @@ class Mutant:
     """A context manager, in which the rule is broken."""
     world: Callable[[int], Scenario] | None = None
     """The worlds that must catch it, where those of `draw` seldom come near it."""
-    says: str = ""
-    """What the finding must say; empty = anything."""
+    says: str
+    """What the finding must say: that of another rule proves nothing of this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ MUTANTS: list[Mutant] = []
 
 
 def mutant(
-    name: str, *backends: str, world: Callable[[int], Scenario] | None = None, says: str = ""
+    name: str, *backends: str, says: str, world: Callable[[int], Scenario] | None = None
 ) -> Callable[[Callable[[], Iterator[None]]], Callable[[], Iterator[None]]]:
     """Register a patch, for worlds with each of these backends."""
 

@@ -51,7 +51,7 @@ __all__ = ["MUTANTS", "SEEDS_MAX", "Kill", "Mutant", "hunt"]
 # ---- PD.md: aborts and quarantine (push) --------------------------------------------------------------------------
 
 
-@mutant("free at once on abort", "push", "pull", "ipc")
+@mutant("free at once on abort", "push", "pull", "ipc", says="I2:")
 def free_at_once() -> Iterator[None]:
     """A closed grant's pages are not put into quarantine."""
     with replaced(decode_table, "entry_of", lambda handoff, now: None):
@@ -80,13 +80,13 @@ def _impatient(patience_s: float) -> Iterator[None]:
         yield
 
 
-@mutant("notify only", "push")
+@mutant("notify only", "push", says="I2:")
 def notify_only() -> Iterator[None]:
     """ABORT is sent, and the pages are free without waiting for the acknowledgement."""
     yield from _impatient(0.0)
 
 
-@mutant("ack or timeout", "push")
+@mutant("ack or timeout", "push", says="I2:")
 def ack_or_timeout() -> Iterator[None]:
     """Pages leave quarantine when the acknowledgement comes, or when it has not come for a second."""
     yield from _impatient(1.0)
@@ -100,21 +100,21 @@ def overtaken(seed: int) -> Scenario:
     return replace(scenario, options=options, faults=(*scenario.faults, *leaving))
 
 
-@mutant("no tombstone", "push", world=overtaken)
+@mutant("no tombstone", "push", world=overtaken, says="I2:")
 def no_tombstone() -> Iterator[None]:
     """Prefill forgets an ABORT whose GRANT has not come yet."""
     with replaced(Client, "close_grant", lambda self, grant: None):
         yield
 
 
-@mutant("check before count", "push")
+@mutant("check before count", "push", says="I4:")
 def check_before_count() -> Iterator[None]:
     """Whether writes are outstanding is asked before they are counted: none ever is."""
     with replaced(PrefillHandoff, "outstanding", property(lambda self: 0, lambda self, count: None)):
         yield
 
 
-@mutant("ABORT sent once", "push", world=overtaken)
+@mutant("ABORT sent once", "push", world=overtaken, says="I16:")
 def abort_sent_once() -> Iterator[None]:
     """ABORT is not repeated when it is lost: here, the first of a world is, and one in three from there on."""
     original, sent = SimMailbox.send, [0]
@@ -133,7 +133,7 @@ def abort_sent_once() -> Iterator[None]:
         del SimMailbox.send  # type: ignore[misc]
 
 
-@mutant("no incarnation", "push")
+@mutant("no incarnation", "push", says="I2:")
 def no_incarnation() -> Iterator[None]:
     """A restarted engine is taken for the one that was there before: its memory is reached over old connections."""
     made: Counter[SimProcess] = Counter()
@@ -149,7 +149,7 @@ def no_incarnation() -> Iterator[None]:
         yield
 
 
-@mutant("fence that frees without cutting", "push")
+@mutant("fence that frees without cutting", "push", says="I2:")
 def fence_without_cutting() -> Iterator[None]:
     """A peer that does not answer is declared dead, and can still write."""
 
@@ -163,7 +163,7 @@ def fence_without_cutting() -> Iterator[None]:
 # ---- PD.md: pull, sources, snapshots, counts, ranks ---------------------------------------------------------------
 
 
-@mutant("pages are given up while their hold stands", "ipc")
+@mutant("pages are given up while their hold stands", "ipc", says="I6:")
 def lease_ignored() -> Iterator[None]:
     """Prefill gives pages to others when their lease is over, here at once; decode compares no sums."""
     import serinus.pd.page_worker as page_worker
@@ -186,7 +186,7 @@ def _is_expired(action: Any) -> bool:
     return isinstance(action, Send) and isinstance(action.message, Expired)
 
 
-@mutant("sources freed before drain", "local", "push", "pull", "ipc")
+@mutant("sources freed before drain", "local", "push", "pull", "ipc", says="I4:")
 def sources_freed() -> Iterator[None]:
     """The hold of a chunk is dropped as soon as it is announced."""
     original = Scheduler.commit
@@ -201,7 +201,7 @@ def sources_freed() -> Iterator[None]:
         yield
 
 
-@mutant("snapshot before dedup", "local", "push")
+@mutant("snapshot before dedup", "local", "push", says="expected an owner to hold it")
 def snapshot_before_dedup() -> Iterator[None]:
     """Page ids for the transfer are those from before publication: duplicates that went back."""
     publish, spans = PageAllocator.publish, PageAllocator.spans
@@ -214,16 +214,16 @@ def snapshot_before_dedup() -> Iterator[None]:
         publish(self, state)
 
     def snapped(self: PageAllocator, state: Any, first: int, end: int) -> Any:
-        full = spans(self, state, first, end)[0]
+        full, *windows = spans(self, state, first, end)
         own = before.get(state.rid, {}) if state.handoff is not None else {}
         pages = [own.get(first + index, page) for index, page in enumerate(full.pages.tolist())]
-        return (replace(full, pages=np.array(pages, np.int32)),)
+        return (replace(full, pages=np.array(pages, np.int32)), *windows)
 
     with replaced(PageAllocator, "publish", publishing), replaced(PageAllocator, "spans", snapped):
         yield
 
 
-@mutant("page-count check off", "local", "pull", "ipc")
+@mutant("page-count check off", "local", "pull", "ipc", says="I6:")
 def page_count_off() -> Iterator[None]:
     """What was granted, sent and landed may differ."""
 
@@ -238,7 +238,7 @@ def page_count_off() -> Iterator[None]:
 # ---- more of the same kind ----------------------------------------------------------------------------------------
 
 
-@mutant("digest not looked at", "tcp")
+@mutant("digest not looked at", "tcp", says="I6:")
 def no_digest() -> Iterator[None]:
     """Bytes that changed on the way are taken."""
     import serinus.pd.page_worker as page_worker
@@ -259,11 +259,11 @@ def _deaf(kind: type) -> Iterator[None]:
         yield
 
 
-for _kind in (Fail, DataOk, DoneOk):
-    mutant(f"prefill does not hear {_kind.__name__}", "local")(partial(_deaf, _kind))
+for _kind, _says in ((Fail, "I16:"), (DataOk, "I10:"), (DoneOk, "I16:")):
+    mutant(f"prefill does not hear {_kind.__name__}", "local", says=_says)(partial(_deaf, _kind))
 
 
-@mutant("DONE counts a page less", "local")
+@mutant("DONE counts a page less", "local", says="I16:")
 def done_counts_less() -> Iterator[None]:
     """What prefill says that it sent is not what decode got."""
     original = DecodeSide.handle
@@ -279,7 +279,7 @@ def done_counts_less() -> Iterator[None]:
         yield
 
 
-@mutant("repeated frames are delivered again")
+@mutant("repeated frames are delivered again", says="I16:")
 def frames_delivered_again() -> Iterator[None]:
     """The link does not notice that it had a frame already."""
     original = ReliableLink.receive
@@ -293,7 +293,7 @@ def frames_delivered_again() -> Iterator[None]:
         yield
 
 
-@mutant("nothing is sent again")
+@mutant("nothing is sent again", says="I16:")
 def nothing_sent_again() -> Iterator[None]:
     """A lost frame is lost."""
     original = ReliableLink.due
@@ -305,7 +305,7 @@ def nothing_sent_again() -> Iterator[None]:
         yield
 
 
-@mutant("late data is copied", "local")
+@mutant("late data is copied", "local", says="I2:")
 def late_data_copied() -> Iterator[None]:
     """A handoff that was cancelled is not closed."""
     original = DecodeSide.handle
@@ -317,7 +317,7 @@ def late_data_copied() -> Iterator[None]:
         yield
 
 
-@mutant("pages kept after the end", "local")
+@mutant("pages kept after the end", "local", says="I10:")
 def pages_kept() -> Iterator[None]:
     """The hold of the last chunk of a handoff is not dropped."""
     original = Scheduler.handoff_drained
@@ -325,7 +325,7 @@ def pages_kept() -> Iterator[None]:
         yield
 
 
-@mutant("a lost operation is a failed one", "push")
+@mutant("a lost operation is a failed one", "push", says="I2:")
 def lost_is_failed() -> Iterator[None]:
     """No peer is given up or fenced for it: its pages are free while it may still move bytes."""
     original = OneSidedOps.poll
@@ -340,7 +340,7 @@ def lost_is_failed() -> Iterator[None]:
         yield
 
 
-@mutant("parked pages are sent after they were given up", "local")
+@mutant("parked pages are sent after they were given up", "local", says="I4:")
 def parked_sent() -> Iterator[None]:
     """What was computed before the grant is announced when it comes, though its pages went back."""
 

@@ -21,14 +21,14 @@ def ranked(seed: int) -> Scenario:
     return draw(seed, ranked=True, canary="")
 
 
-@mutant("priorities are not looked at", world=ranked, says="I21")
+@mutant("priorities are not looked at", world=ranked, says="I21:")
 def priorities_ignored() -> Iterator[None]:
     """Requests are served as they came."""
     with replaced(scheduler, "place_of", lambda request, arrivals, deadline, settings: arrivals):
         yield
 
 
-@mutant("a larger priority goes first", world=ranked, says="I21")
+@mutant("a larger priority goes first", world=ranked, says="I21:")
 def priorities_turned_round() -> Iterator[None]:
     """As SGLang has it by default; it is documented otherwise here."""
 
@@ -39,7 +39,7 @@ def priorities_turned_round() -> Iterator[None]:
         yield
 
 
-@mutant("waiting counts for nothing", world=ranked, says="I21")
+@mutant("waiting counts for nothing", world=ranked, says="I21:")
 def no_ageing() -> Iterator[None]:
     """Requests do not age: a steady load of important ones keeps others out."""
 
@@ -50,7 +50,7 @@ def no_ageing() -> Iterator[None]:
         yield
 
 
-@mutant("the line is served from its end", world=ranked, says="I21")
+@mutant("the line is served from its end", world=ranked, says="I21:")
 def last_comes_first() -> Iterator[None]:
     """The request that is due last is tried first."""
     original = ReqQueue.in_turn
@@ -58,14 +58,14 @@ def last_comes_first() -> Iterator[None]:
         yield
 
 
-@mutant("deadlines are forgotten", world=ranked, says="I22")
+@mutant("deadlines are forgotten", world=ranked, says="I22:")
 def deadlines_forgotten() -> Iterator[None]:
     """No request ends for its deadline once it runs."""
     with replaced(Deadlines, "over", lambda self, now: []):
         yield
 
 
-@mutant("a deadline ends only the answer", world=ranked)
+@mutant("a deadline ends only the answer", world=ranked, says="I22:")
 def only_the_answer_ends() -> Iterator[None]:
     """The client is told, and the request goes on with its pages."""
     original = Engine._time_out

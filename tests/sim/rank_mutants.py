@@ -105,7 +105,7 @@ def left_while_reading(seed: int) -> Scenario:
     )  # fmt: skip
 
 
-@mutant("conditional collective", world=stages)
+@mutant("conditional collective", world=stages, says="I10:")
 def conditional_collective() -> Iterator[None]:
     """A rank that sees an abort on its own does not enter the step."""
     with _hearing() as left:
@@ -118,7 +118,7 @@ def conditional_collective() -> Iterator[None]:
             yield
 
 
-@mutant("a rank acts on what it sees", world=stages)
+@mutant("a rank acts on what it sees", world=stages, says="the result of step")
 def rank_acts_alone() -> Iterator[None]:
     """A rank takes a request out of its batch, because it has heard that the client left."""
     with _hearing() as left:
@@ -159,7 +159,7 @@ def one_leaves_another_follows(step: int) -> Scenario:
     )  # fmt: skip
 
 
-@mutant("a page worker is not on the line", world=one_leaves_another_follows)
+@mutant("a page worker is not on the line", world=one_leaves_another_follows, says="I6:")
 def page_workers_off_the_line() -> Iterator[None]:
     """A rank moves pages for handoffs in an order of their own: plans and copies decided later may come before them."""
     last: dict[tuple[SimEngine, int], float] = {}
@@ -182,7 +182,7 @@ def page_workers_off_the_line() -> Iterator[None]:
         yield
 
 
-@mutant("a rank tells of a failed copy as a good one", world=stored)
+@mutant("a rank tells of a failed copy as a good one", world=stored, says="I6:")
 def failed_copy_is_good() -> Iterator[None]:
     """A report is altered on its way to the leader."""
     original = RankLoop.answer
@@ -208,7 +208,7 @@ def _reading() -> Iterator[dict[tuple[RankStorage, int], int]]:
         yield counts
 
 
-@mutant("what the storage did not bring is used", world=stored)
+@mutant("what the storage did not bring is used", world=stored, says="I6:")
 def storage_believed() -> Iterator[None]:
     """Pages that a read did not fill hang in the tree like those that it filled."""
     take = RankStorage.take
@@ -221,7 +221,7 @@ def storage_believed() -> Iterator[None]:
             yield
 
 
-@mutant("host pages are free while the storage fills them", world=left_while_reading)
+@mutant("host pages are free while the storage fills them", world=left_while_reading, says="I6:")
 def storage_pages_freed() -> Iterator[None]:
     """A read that is cancelled counts as ended, and ranks go on to fill its pages."""
     cancel, take = RankStorage.cancel, RankStorage.take

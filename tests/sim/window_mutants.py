@@ -35,21 +35,21 @@ def without_windows(name: str) -> Iterator[None]:
         yield
 
 
-@mutant("windows are not held for a transfer", world=sliding)
+@mutant("windows are not held for a transfer", world=sliding, says="I4:")
 def windows_not_held() -> Iterator[None]:
     """Only pages of part FULL stay where they are while they are read."""
     with without_windows("transfer"):
         yield
 
 
-@mutant("windows are not put into quarantine", world=sliding)
+@mutant("windows are not put into quarantine", world=sliding, says="I2:")
 def windows_not_quarantined() -> Iterator[None]:
     """Only pages of part FULL are kept from others while a peer may still write them."""
     with without_windows("quarantine"):
         yield
 
 
-@mutant("the row of part SWA is not rewritten", world=sliding)
+@mutant("the row of part SWA is not rewritten", world=sliding, says="I6:")
 def window_row_not_rewritten() -> Iterator[None]:
     """After publication it names duplicates that went back."""
     publish, take = PageAllocator.publish, PageAllocator.take_writes
@@ -67,7 +67,7 @@ def window_row_not_rewritten() -> Iterator[None]:
         yield
 
 
-@mutant("a window ends one position early", world=sliding)
+@mutant("a window ends one position early", world=sliding, says="own pages")
 def window_too_short() -> Iterator[None]:
     """The last page that a window still reaches is dropped where only its last position is seen."""
     original = PageAllocator.advance
