@@ -19,7 +19,7 @@ from serinus.pd.modes import Mode
 from serinus.pd.pulse import Pulse
 from serinus.pd.secret import greeting_mac, is_genuine
 from serinus.pd.settings import HandoffSettings
-from serinus.wire.messages import Grant, Hello, HelloAgain, HelloNo, HelloOk, Keepalive
+from serinus.wire.messages import Grant, Hello, HelloAgain, HelloNo, HelloOk, Keepalive, Prepare
 
 TOMBSTONES_MAX: Final = 1 << 16
 """Closed grants above a client's floor, and grants that came before their PREPARE; a client with more is cut off."""
@@ -91,7 +91,7 @@ class Client:
     """Grants below it are over, as the client says."""
     closed: set[int] = field(default_factory=set)
     """Tombstones: grants at or above the floor that have ended here, or were ended before they came."""
-    early: dict[int, Grant] = field(default_factory=dict)
+    early: dict[int, Grant | Prepare] = field(default_factory=dict)
     """Grants that came before their PREPARE."""
 
     @property

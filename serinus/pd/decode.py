@@ -55,7 +55,6 @@ from serinus.wire.messages import (
     Drained,
     Expired,
     Fail,
-    Grant,
     HelloAgain,
     HelloNo,
     HelloOk,
@@ -196,7 +195,8 @@ class DecodeSide:
             peer.queue_s += peer.token_s * (len(event.request.prompt) - event.held)
         handoff.spans = tuple(PageSpan(part=s.part, first=s.first, pages=s.pages.copy()) for s in event.spans)
         if handoff.peer:
-            out.append(Send(peer=handoff.peer, message=self._grant(handoff, out)))
+            self._open_grant(handoff, out)
+            out.append(Send(peer=handoff.peer, message=handoff.permission()))
         else:
             self._ask_if_up(handoff, now, out)
 
@@ -236,22 +236,22 @@ class DecodeSide:
 
     def _ask(self, handoff: DecodeHandoff, peer: Peer, now: float, out: list[DecodeAction]) -> None:
         handoff.peer, handoff.mode, handoff.asked_at = peer.name, peer.mode, now
-        granted = self._grant(handoff, out) if handoff.spans else None
-        out.append(Send(peer=peer.name, message=handoff.prepare(self._settings.handoff_s_max, granted)))
+        if handoff.spans:
+            self._open_grant(handoff, out)
+        out.append(Send(peer=peer.name, message=handoff.prepare(self._settings.handoff_s_max)))
 
-    def _grant(self, handoff: DecodeHandoff, out: list[DecodeAction]) -> Grant:
-        """The message; ranks hear of it before the peer does."""
+    def _open_grant(self, handoff: DecodeHandoff, out: list[DecodeAction]) -> None:
+        """Its pages may be filled from now on; ranks hear of it before the peer does."""
         peer = self._registry.named(handoff.peer)
         assert peer is not None, f"pd: {handoff.rid} outlived its peer {handoff.peer}"
         assert peer.layout is not None, f"pd: {handoff.peer} was never greeted, expected its layout"
         length = len(handoff.request.prompt)
         assert peer.routes is not None, f"pd: {handoff.peer} was never greeted, expected its routes"
-        account = ArrivalAccount.of(
+        handoff.account = ArrivalAccount.of(
             self._settings, peer.layout, self._layout, peer.routes, handoff.spans, handoff.held, length
         )  # fmt: skip
         if handoff.mode is Mode.PULL:
             out.append(PagesGranted(peer=handoff.peer, xid=handoff.xid))
-        return handoff.open(account)
 
     def _stop(self, event: Shutdown, now: float, out: list[DecodeAction]) -> None:
         self._stopped = event.reason

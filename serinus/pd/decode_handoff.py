@@ -49,18 +49,20 @@ class DecodeHandoff:
     confirming_since: float | None = None
     """Pull: CONFIRM is on its way."""
 
-    def prepare(self, deadline_s: float, granted: Grant | None) -> Prepare:
-        """The message that asks for the prompt to be computed; `granted`: into these pages."""
-        spans, seed = ((), 0) if granted is None else (granted.spans, granted.digest_seed)
+    def prepare(self, deadline_s: float) -> Prepare:
+        """The message that asks for the prompt to be computed; where the grant is open, as GRANT too."""
         return Prepare(
-            xid=self.xid, grant=self.grant, request=self.request, held=self.held, deadline_s=deadline_s, spans=spans,
-            digest_seed=seed,
+            xid=self.xid, grant=self.grant, request=self.request, held=self.held, deadline_s=deadline_s,
+            spans=self._granted, digest_seed=self.seed if self._granted else 0,
         )  # fmt: skip
 
-    def open(self, account: ArrivalAccount) -> Grant:
+    def permission(self) -> Grant:
         """The permission to fill our pages."""
-        self.account = account
-        return Grant(xid=self.xid, grant=self.grant, spans=tuple(account.spans.values()), digest_seed=self.seed)
+        return Grant(xid=self.xid, grant=self.grant, spans=self._granted, digest_seed=self.seed)
+
+    @property
+    def _granted(self) -> tuple[PageSpan, ...]:
+        return () if self.account is None else tuple(self.account.spans.values())
 
     def recompute(self, code: str, reason: str) -> Recompute:
         """The result for the engine: it failed."""

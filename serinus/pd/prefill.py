@@ -326,15 +326,13 @@ class PrefillSide:
         self._table.under_way[message.xid] = handoff
         client.live[message.grant] = message.xid
         out.append(handoff.add())
-        granted = client.early.pop(message.grant, None)
-        if message.spans:
-            granted = Grant(
-                xid=message.xid, grant=message.grant, spans=message.spans, digest_seed=message.digest_seed
-            )  # fmt: skip
+        early = client.early.pop(message.grant, None)
+        granted = message if message.spans else early
         if granted is not None:
             self._granted(client, granted, now, out)
 
-    def _granted(self, client: Client, message: Grant, now: float, out: list[PrefillAction]) -> None:
+    def _granted(self, client: Client, message: Grant | Prepare, now: float, out: list[PrefillAction]) -> None:
+        """Pages to fill, by a message of their own or by PREPARE."""
         if client.is_over(message.grant):
             self.rejects["old_grant"] += 1
             return
@@ -345,7 +343,7 @@ class PrefillSide:
         if handoff.peer != client.peer or handoff.grant != message.grant or handoff.granted_at is not None:
             self.rejects["repeated_grant"] += 1
             return
-        wrong = handoff.grant_fault(message, self._settings, self._layout, client.layout)
+        wrong = handoff.grant_fault(message.spans, self._settings, self._layout, client.layout)
         if wrong:
             self._table.fail(handoff, "mismatch", f"pd: {wrong}", now, out)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from serinus.pd.actions import AddPrefill, PrefillDrained
 from serinus.pd.clients import HeldChunk, Piece
 from serinus.pd.layout import RankLayout, target_range
 from serinus.pd.settings import HandoffSettings
-from serinus.wire.messages import Done, Grant, Prepare
+from serinus.wire.messages import Done, Prepare
 
 
 def prepare_fault(message: Prepare) -> str:
@@ -127,14 +127,16 @@ class PrefillHandoff:
                 raise InvariantError(f"pd: the last chunk of {self.xid} has no token")
             self.last = event
 
-    def grant_fault(self, message: Grant, settings: HandoffSettings, ours: RankLayout, theirs: RankLayout) -> str:
-        """Why this grant is not for all that decode lacks, in words; empty = it is."""
+    def grant_fault(
+        self, spans: Sequence[PageSpan], settings: HandoffSettings, ours: RankLayout, theirs: RankLayout
+    ) -> str:
+        """Why a grant of these pages is not for all that decode lacks, in words; empty = it is."""
         size = theirs.page_size
         end = -(-self.tokens // size)
-        parts = sorted(span.part for span in message.spans)
+        parts = sorted(span.part for span in spans)
         if parts != sorted(ours.parts):
             return f"spans of parts {parts}, expected {sorted(ours.parts)}"
-        for span in message.spans:
+        for span in spans:
             lowest = settings.first_needed(span.part, self.held, self.tokens) // size
             if not lowest <= span.first < end or len(span.pages) != end - span.first:
                 return f"{len(span.pages)} pages from {span.first} on, expected {lowest} or later, up to {end}"
