@@ -238,7 +238,7 @@ class DecodeSide:
         handoff.peer, handoff.mode, handoff.asked_at = peer.name, peer.mode, now
         if handoff.spans:
             self._open_grant(handoff, out)
-        out.append(Send(peer=peer.name, message=handoff.prepare(self._settings.handoff_s_max)))
+        out.append(Send(peer=peer.name, message=handoff.prepare(self._settings.handoff_s_max, now)))
 
     def _open_grant(self, handoff: DecodeHandoff, out: list[DecodeAction]) -> None:
         """Its pages may be filled from now on; ranks hear of it before the peer does."""

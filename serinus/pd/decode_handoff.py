@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from serinus.core.handoff import PageTrace
@@ -15,6 +15,8 @@ from serinus.pd.modes import Mode
 from serinus.wire.messages import Done, Grant, Prepare
 
 _TIERS: Final = frozenset({"device", "host", "storage"})
+_LEFT_S_MIN: Final = 1e-3
+"""Of a timeout; 0 would say that there is none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,10 +51,14 @@ class DecodeHandoff:
     confirming_since: float | None = None
     """Pull: CONFIRM is on its way."""
 
-    def prepare(self, deadline_s: float) -> Prepare:
-        """The message that asks for the prompt to be computed; where the grant is open, as GRANT too."""
+    def prepare(self, deadline_s: float, now: float) -> Prepare:
+        """The message that asks for the prompt to be computed, with what is left of its timeout; where the grant is
+        open, as GRANT too."""
+        request = self.request
+        if request.timeout_s:
+            request = replace(request, timeout_s=max(_LEFT_S_MIN, request.arrival + request.timeout_s - now))
         return Prepare(
-            xid=self.xid, grant=self.grant, request=self.request, held=self.held, deadline_s=deadline_s,
+            xid=self.xid, grant=self.grant, request=request, held=self.held, deadline_s=deadline_s,
             spans=self._granted, digest_seed=self.seed if self._granted else 0,
         )  # fmt: skip
 

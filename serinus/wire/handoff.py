@@ -125,7 +125,7 @@ class Prepare(MessageBase, frozen=True, kw_only=True):
     grant: Count
     """Number of the grant that is to come: orders PREPARE, GRANT and ends of one handoff, however they arrive."""
     request: Request
-    """As decode knows it, under decode's name for it."""
+    """As decode knows it, under decode's name for it; its timeout is what is left of it."""
     held: Count
     """Page-aligned (by decode's pages), at most prompt length - 1."""
     deadline_s: float = 300.0

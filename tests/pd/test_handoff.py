@@ -406,29 +406,7 @@ def test_requests_cannot_make_us_know_addresses_without_bound() -> None:
     assert codes == ["refused"] * 36
 
 
-# ---- time ----
-
-
-def test_every_handoff_has_a_deadline_on_both_sides() -> None:
-    side = greeted(handoff_s_max=10.0)
-    side.handle(start_event(), 0.0)
-    out = side.handle(Tick(), 10.5)
-    assert [r.code for r in of_type(out, Recompute)] == ["deadline"]
-    assert isinstance(sent(out)[0], Fail)
-    prefill = PrefillSide(make_settings("p", 2))
-    tell(prefill, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here"))
-    prepare = Prepare(xid="x", grant=1, request=make_request("r", 9), held=0, deadline_s=3.0)
-    tell(prefill, "in-1", prepare)
-    end = prefill.handle(Tick(), 3.5)
-    assert [action.code for action in of_type(end, AbortPrefill)] == ["deadline"]
-    assert next(m for m in sent(end) if isinstance(m, Fail)).code == "deadline"
-
-
-def test_a_handoff_that_waits_in_a_long_queue_has_until_its_deadline() -> None:
-    side = greeted(handoff_s_max=500.0, silence_s_max=1000.0)
-    side.handle(start_event(), 0.0)
-    assert not of_type(side.handle(Tick(), 499.0), Recompute)
-    assert [r.code for r in of_type(side.handle(Tick(), 501.0), Recompute)] == ["deadline"]
+# ---- engines that end ----
 
 
 def test_a_draining_prefill_engine_takes_nothing_new_and_finishes_what_it_has() -> None:
