@@ -23,7 +23,7 @@ def test_every_triton_kernel_equals_the_reference_under_the_interpreter() -> Non
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("first", [2, 5, 8])
+@pytest.mark.parametrize("first", [2, 5])
 def test_every_triton_kernel_equals_the_reference_under_the_interpreter_on_more_cases(first: int) -> None:
     """A case takes a slow machine half a minute."""
     assert interpreted(first, first + 3) == {name: {} for name in CASES}
