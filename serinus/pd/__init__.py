@@ -43,7 +43,7 @@ A prefill engine serves as many decode engines as come (requests are called by t
     def act(results):                                 # each AddPrefill ends with one PrefillDrained or AbortPrefill
         for result in results:
             match result:
-                case AddPrefill():                         # sched.add may refuse: EndPrefill(code="rejected")
+                case AddPrefill():                         # sched.add may refuse: EndPrefill(code="rejected"...)
                     sched.add(result.request, handoff=HandoffSpec(xid=result.xid, held=result.held))
                 case ReleaseChunk(): sched.chunk_drained(result.xid, result.spans)
                 case StopPrefill(): sched.abort(result.xid, result.reason)     # its holds stay until AbortPrefill

@@ -186,7 +186,7 @@ DecodeAction: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddPrefill:
-    """Compute this prompt for a decode engine. Where it cannot be taken, answer with EndPrefill(code='rejected')."""
+    """Compute this prompt for a decode engine. Where it cannot be taken, answer with EndPrefill: rejected, timeout."""
 
     xid: str
     rid: str
