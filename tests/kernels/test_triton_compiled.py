@@ -56,7 +56,6 @@ def test_rows_of_slices_are_loaded_and_stored_16_bytes_at_a_time(tmp_path: Path)
 
 
 @pytest.mark.proof
-@pytest.mark.timeout(2400)  # minutes of LLVM, on a core that a Ray cluster wants too
 def test_no_triton_kernel_takes_more_registers_at_the_shapes_of_models_than_it_took(tmp_path: Path) -> None:
     assert run_cases("shapes", f"TRITON_CACHE_DIR={tmp_path}") == ""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

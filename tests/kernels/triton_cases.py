@@ -47,7 +47,7 @@ from .triton_layer_cases import (
     rounded_rows,
     rows_of_linears,
 )
-from .triton_shapes import call_all, call_pulls, call_quantized
+from .triton_shapes import NoProducts, call_all, call_pulls, call_quantized
 from .triton_watch_cases import canary_watch, watched_pass
 
 COMPILED = 2
@@ -183,15 +183,11 @@ def run_cases(argument: str, *variables: str) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in ("compile", "shapes"):
-        pretend_gpu()  # what is computed means nothing
-        (call_all if sys.argv[1] == "shapes" else call_cases)()
-    elif sys.argv[1] == "pull":
-        pretend_gpu()
-        call_pulls()
-    elif sys.argv[1] == "ampere":
-        pretend_gpu(80)
-        call_quantized()
+    compiled = {"compile": call_cases, "shapes": call_all, "pull": call_pulls, "ampere": call_quantized}
+    if sys.argv[1] in compiled:
+        pretend_gpu(80 if sys.argv[1] == "ampere" else 90)
+        with NoProducts():  # what is computed means nothing
+            compiled[sys.argv[1]]()
     else:
         keep_interpreted()
         seeds = range(*map(int, sys.argv[1].split(":")))

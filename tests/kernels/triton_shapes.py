@@ -1,5 +1,5 @@
 """The Triton kernels at the shapes of models, in bf16: what is compiled to hold registers and spills to a bound.
-Nothing is computed: tensors are not even filled."""
+Nothing is computed: tensors are not even filled, and products of torch between the kernels are empty."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from serinus.core.stamps import digest_coefficients
 from serinus.kernels import (
@@ -29,9 +30,22 @@ from serinus.kernels.triton.quantized import round_rows, round_spans
 
 from .triton_host_cases import pulled
 
-__all__ = ["call_all", "call_pulls", "call_quantized"]
+__all__ = ["NoProducts", "call_all", "call_pulls", "call_quantized"]
 
 PAGE = 16
+_ATEN = torch.ops.aten
+_PRODUCTS = {_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm}
+
+
+class NoProducts(TorchDispatchMode):
+    """Products are memory that was not touched: on a CPU without bf16 instructions those of a chunk take minutes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func.overloadpacket not in _PRODUCTS:
+            return func(*args, **given)
+        *_, left, right = args
+        return given["out"] if "out" in given else left.new_empty((*left.shape[:-1], right.shape[-1]))
 
 
 def blank(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
