@@ -20,11 +20,11 @@ import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.runtime import interpreter
 
 from serinus.kernels.triton.words import carry
 
 from .canary_case import PAGE, make_case, outcome
+from .interpreted import speed_up
 from .triton_attention_cases import (
     latent_attention,
     latent_heads,
@@ -160,20 +160,6 @@ def pretend_gpu(capability: int = 90) -> None:
     triton.runtime.driver.set_active(machine)
 
 
-def keep_interpreted() -> None:
-    """Triton's interpreter puts its own functions in the place of the language's once, not at each call of a part of a
-    kernel: looking through the language again took four tenths of the time."""
-    patch, patched = interpreter._patch_lang, set[int]()
-
-    def patch_once(part: Callable[..., object]) -> SimpleNamespace:
-        if id(part.__globals__) not in patched:
-            patch(part)
-            patched.add(id(part.__globals__))
-        return SimpleNamespace(restore=lambda: None)
-
-    interpreter._patch_lang = patch_once
-
-
 def run_cases(argument: str, *variables: str) -> str:
     """What this file prints in a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     command = ["env", *variables, sys.executable, "-m", "tests.kernels.triton_cases", argument]
@@ -189,6 +175,6 @@ if __name__ == "__main__":
         with NoProducts():  # what is computed means nothing
             compiled[sys.argv[1]]()
     else:
-        keep_interpreted()
+        speed_up()
         seeds = range(*map(int, sys.argv[1].split(":")))
         sys.stdout.write(json.dumps({name: differences(name, "cpu", seeds) for name in CASES}))

@@ -22,6 +22,7 @@ from serinus.models import Model, load_model, load_spec
 from serinus.models.small_checkpoints import make_checkpoint
 from serinus.runner import Runner
 from serinus.testing.direct import DirectEngine
+from tests.kernels.interpreted import speed_up
 
 __all__ = ["Told", "converse", "small_latent_model", "small_model"]
 
@@ -133,4 +134,5 @@ def main(column: str) -> None:
 
 
 if __name__ == "__main__":
+    speed_up()
     main(sys.argv[1])
