@@ -19,8 +19,8 @@ from serinus.pd.prefill_handoff import PrefillHandoff
 from serinus.pd.settings import HandoffSettings
 from serinus.wire.messages import Data
 
-_FIRST_BYTES_MIN: Final = 1 << 20
-"""The first pieces of a handoff are not made smaller than this."""
+_FIRST_BYTES: Final = 2 << 20
+"""Of the first piece of a handoff."""
 _PAGES_MAX: Final = 1 << 16
 """Of one piece at most."""
 
@@ -48,12 +48,14 @@ class PieceQueue:
         return dict.fromkeys(self._layout.parts, (pages,))
 
     def _pages_of_pieces(self, part: Part) -> tuple[int, ...]:
-        """Pages of the first pieces of a handoff, and (the last number) of all others. The first are small, as far as
-        a message costs less than it hides: while the peer takes one in, the next and larger one is brought on its way.
-        """
+        """Pages of the first pieces of a handoff, and (the last number) of all others. The first is small, as far as
+        a message costs less than it hides: while the peer takes one in, the next, of twice the size, is brought on its
+        way."""
         largest = max(self._layout.page_bytes(rank, part) for rank in self._senders[part])
         whole = self._settings.piece_bytes_max
-        sizes = (max(whole // 4, min(whole, _FIRST_BYTES_MIN)), max(whole // 2, min(whole, _FIRST_BYTES_MIN)), whole)
+        sizes = [min(_FIRST_BYTES, whole)]
+        while sizes[-1] < whole:
+            sizes.append(min(2 * sizes[-1], whole))
         return tuple(min(max(1, size // largest), _PAGES_MAX) for size in sizes)
 
     def first_pages(self, held: int, tokens: int) -> dict[Part, int]:

@@ -61,7 +61,7 @@ class HandoffSettings:
     """Identity of this machine (backends.host_identity()); shm needs the same on both sides, and not empty."""
     cluster_secret: str = field(default="", repr=False)
     """Both sides must know it; empty = there is none."""
-    piece_bytes_max: int = 8 << 20
+    piece_bytes_max: int = 16 << 20
     """A Data message brings about so many bytes of one rank at most (always at least one page)."""
     staging_pieces: int = 1
     """Receiver-checked: so many pieces of a rank that does not lead may be asked to be staged and not be reported yet,

@@ -49,15 +49,21 @@ def test_the_hash_is_that_of_the_bytes_that_were_moved(column: str, widths: tupl
         assert all(torch.equal(a[others], b) for a, b in zip(filled, before, strict=True))
 
 
-def test_large_moves_go_past_the_caches_and_are_the_same_bytes() -> None:
-    noise = torch.Generator().manual_seed(3)
-    raw = torch.zeros(33 * 65536 + 64, dtype=torch.uint8)
-    start = -raw.data_ptr() % 64
-    lane = raw[start : start + 33 * 65536].view(33, 65536)
-    rows = torch.randint(0, 256, (32, 65536), generator=noise, dtype=torch.uint8).numpy()
+@pytest.mark.parametrize("inward", [True, False])
+@pytest.mark.parametrize("offset", [0, 16])
+def test_large_moves_go_past_the_caches_where_they_can_and_are_the_same_bytes(offset: int, inward: bool) -> None:
+    """Such stores want whole lines: what begins within one is written as any other."""
+    noise, size = torch.Generator().manual_seed(3), 33 * 65536
+    raw, other = torch.zeros(size + 128, dtype=torch.uint8), torch.randint(0, 256, (size + 128,), generator=noise)
+    written, read = (
+        each.to(torch.uint8)[start : start + size].view(33, 65536)
+        for each in (raw, other) for start in [offset + -each.data_ptr() % 64]
+    )  # fmt: skip
+    lane, rows = (written, read[1:]) if inward else (read, written[1:])
     pages = np.arange(32, 0, -1)
-    assert load("cpu").hashed_pages([lane], pages, rows, 5, True).tolist() == hashes(rows, 5)
-    assert np.array_equal(lane[1:].flip(0).numpy(), rows)
+    found = load("cpu").hashed_pages([lane], pages, rows.numpy(), 5, inward)
+    assert found.tolist() == hashes(read[1:].numpy() if inward else read[1:].flip(0).numpy(), 5)
+    assert torch.equal(lane[1:].flip(0), rows)
 
 
 @pytest.mark.parametrize("column", ["ref", "cpu"])

@@ -23,16 +23,17 @@ from serinus.kernels.cpu.llvm import I32, I64, load, shifted, store
 from serinus.kernels.cpu.scalar import at, carray, cgutils, fetch_add, intrinsic, ir
 from serinus.kernels.ref import hashed_pages as reference
 
-_Arguments = fields("ticket lanes pages rows row_stride lane_count page_count way keys sums row_bytes")
-_FIELDS = 11
+_Arguments = fields("ticket lanes pages rows row_stride lane_count page_count inward store keys sums row_bytes")
+_FIELDS = 12
 _SERIAL_BYTES = 1 << 17
 """Below this many bytes the start of a second thread costs more than it saves."""
 _STREAM_BYTES = 1 << 20
-"""From so many bytes on, pages are filled past the caches: by the time they are read they would have left them."""
+"""From so many bytes on, what is aligned is written past the caches: by the time it is read it would have left them,
+and a line that is not there needs not be read to be written."""
 _SHORTEST = 241
 """XXH3 treats shorter inputs in other ways; so does the reference."""
-_OUT, _IN, _STREAM_IN, _HASH = 0, 1, 2, 3
-"""Ways: pool to rows, rows to pool, the same past the caches, pool to nowhere."""
+_HASH, _STORE, _STREAM = 0, 1, 2
+"""What becomes of the words beside their hash: nothing, they are written, they are written past the caches."""
 
 _STRIPE, _BLOCK, _SECRET_BYTES, _LAST_KEY, _MERGE_KEY = 64, 16, 192, 121, 11
 _SECRET: Final = np.frombuffer(
@@ -64,14 +65,14 @@ def hashed_pages(
         return reference.hashed_pages(lanes, pages_G, rows_GY, seed, inward)
     sums_G8 = np.empty((count, 8), dtype=np.uint64)
     sums_G8[:] = _BEGIN
-    keys = _keys(seed)
-    way = _HASH if rows_GY is None else _OUT
-    if inward:
-        way = _STREAM_IN if count * width >= _STREAM_BYTES and not (table_L3 % _STRIPE).any() else _IN
+    keys, rows, row_stride, store = _keys(seed), 0, 0, _HASH
+    if rows_GY is not None:
+        rows, row_stride = _address(rows_GY), rows_GY.strides[0]
+        is_aligned = not (table_L3 % _STRIPE).any() if inward else not (rows | row_stride) % _STRIPE
+        store = _STREAM if is_aligned and count * width >= _STREAM_BYTES else _STORE
     arguments = _Arguments(
-        0, _address(table_L3), _address(pages_G), 0 if rows_GY is None else _address(rows_GY),
-        0 if rows_GY is None else rows_GY.strides[0], len(table_L3), count, way, _address(keys), _address(sums_G8),
-        width,
+        0, _address(table_L3), _address(pages_G), rows, row_stride, len(table_L3), count, inward, store,
+        _address(keys), _address(sums_G8), width,
     )  # fmt: skip
     _body(VERSION)(arguments, 1 if count * width < _SERIAL_BYTES else thread_count())
     return sums_G8[:, 0]
@@ -102,29 +103,29 @@ def _body(version: int) -> Body:
         if version < 0:
             return
         a = carray(args, _FIELDS, np.int64)
-        lane_count, count, way, keys = a[5], a[6], a[7], a[8]
+        lane_count, count, inward, storing, keys = a[5], a[6], a[7], a[8], a[9]
         lanes = carray(at(a[1]), lane_count * 3, np.int64)
         pages = carray(at(a[2]), count, np.int64)
         while True:
             g = fetch_add(a.ctypes.data, 1)
             if g >= count:
                 break
-            sums, row, stripe = a[9] + g * _STRIPE, a[3] + g * a[4], 0
+            sums, row, stripe = a[10] + g * _STRIPE, a[3] + g * a[4], 0
             for i in range(lane_count):
                 source = lanes[3 * i] + pages[g] * lanes[3 * i + 1]
                 left = lanes[3 * i + 2] // _STRIPE
                 target = row
                 row += left * _STRIPE
-                if way in (_IN, _STREAM_IN):
+                if inward:
                     source, target = target, source
                 if i == lane_count - 1:
                     left -= 1  # the last stripe has a key of its own
                 while left > 0:
                     some = min(left, _BLOCK - stripe)
                     key = keys + 8 * stripe
-                    if way == _HASH:
+                    if storing == _HASH:
                         absorb(sums, key, target, source, some, 0)
-                    elif way == _STREAM_IN:
+                    elif storing == _STREAM:
                         absorb(sums, key, target, source, some, 2)
                     else:
                         absorb(sums, key, target, source, some, 1)
@@ -134,11 +135,11 @@ def _body(version: int) -> Body:
                         scramble(sums, keys + _SECRET_BYTES - _STRIPE)
                         stripe = 0
                 if i == lane_count - 1:
-                    if way == _HASH:
+                    if storing == _HASH:
                         absorb(sums, keys + _LAST_KEY, target, source, 1, 0)
                     else:
                         absorb(sums, keys + _LAST_KEY, target, source, 1, 1)
-            merge(sums, keys + _MERGE_KEY, a[10])
+            merge(sums, keys + _MERGE_KEY, a[11])
         publish()
 
     return compile_body(move_hashed)
