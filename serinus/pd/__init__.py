@@ -116,7 +116,7 @@ from serinus.pd.modes import (
     Mode,
 )
 from serinus.pd.page_worker import PAGE_ANSWERS, PAGE_COMMANDS, PageAnswer, PageCommand, PageWorker
-from serinus.pd.pages import MovePiece, PieceMoved, PieceStatus, TakeIn, TakenIn, Unstage
+from serinus.pd.pages import DigestPiece, MovePiece, PieceDigested, PieceMoved, PieceStatus, TakeIn, TakenIn, Unstage
 from serinus.pd.port import TICK_S, DecodeResult, HandoffPort, PrefillResult
 from serinus.pd.prefill import PrefillSide
 from serinus.pd.registry import (
@@ -145,6 +145,7 @@ __all__ = [
     "DecodeEvent",
     "DecodeResult",
     "DecodeSide",
+    "DigestPiece",
     "Drain",
     "EndPrefill",
     "Fence",
@@ -171,6 +172,7 @@ __all__ = [
     "PeerChanged",
     "PeerFenced",
     "PeerState",
+    "PieceDigested",
     "PieceMoved",
     "PieceStatus",
     "PrefillDrained",

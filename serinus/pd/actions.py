@@ -13,7 +13,7 @@ from typing import TypeAlias
 from serinus.core.handoff import HandoffFinding, PageTrace
 from serinus.core.parts import PageSpan
 from serinus.core.request import Request, TokenLogprobs
-from serinus.pd.pages import HandoffOver, MovePiece, PagesGranted, TakeIn, Unstage
+from serinus.pd.pages import DigestPiece, HandoffOver, MovePiece, PagesGranted, TakeIn, Unstage
 from serinus.wire import Buffer
 from serinus.wire.messages import LayoutSignature, Message
 
@@ -253,6 +253,6 @@ class AbortPrefill:
 
 
 PrefillAction: TypeAlias = (
-    PeerAction | PeerChanged | AddPrefill | MovePiece | Unstage | ReleaseChunk | StopPrefill
+    PeerAction | PeerChanged | AddPrefill | MovePiece | DigestPiece | Unstage | ReleaseChunk | StopPrefill
     | ForgetPrefill | PrefillDrained | AbortPrefill | HandoffFinding
 )  # fmt: skip

@@ -8,6 +8,7 @@ import numpy as np
 
 from serinus.core.handoff import MovedPiece
 from serinus.core.parts import PageSpan, Part
+from serinus.pd.integrity import check_digests
 from serinus.pd.layout import RankLayout, Routes, target_range
 from serinus.pd.settings import HandoffSettings
 from serinus.wire.messages import Data, Done
@@ -52,6 +53,10 @@ class ArrivalAccount:
     """Number of the last piece that came, by source rank."""
     pieces: dict[Part, list[MovedPiece]] = field(default_factory=dict)
     """What came, by part, in own pages."""
+    undigested: dict[tuple[int, int], int] = field(default_factory=dict)
+    """First page of what came without digests, by piece and source rank: DONE brings them."""
+    found: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    """Digests of what was read of it."""
     piece_count: int = 0
     page_count: int = 0
     byte_count: int = 0
@@ -84,8 +89,8 @@ class ArrivalAccount:
         if due is None:
             return f"part {data.part} of rank {data.rank}, expected one of {sorted(self.due)}"
         each = 8 * self.routes.digest_count(data.rank, Part(data.part))
-        count, odd = divmod(len(data.digests), each)
-        if odd or not count:
+        count, odd = divmod(len(data.digests) or 8 * len(data.pages), each)
+        if odd or not count or (each > 8 and not data.digests):
             return f"{len(data.digests)} bytes of digests, expected {each} per page"
         if data.piece <= self.last_piece.get(data.rank, -1):
             return f"piece {data.piece} of rank {data.rank}, expected one after {self.last_piece[data.rank]}"
@@ -103,12 +108,14 @@ class ArrivalAccount:
     def take(self, data: Data) -> PageSpan:
         """Count what came (a Data without fault); returns our pages that it reaches into."""
         part = Part(data.part)
-        count = len(data.digests) // (8 * self.routes.digest_count(data.rank, part))
+        count = len(data.digests) // (8 * self.routes.digest_count(data.rank, part)) or len(data.pages)
         self.due[part, data.rank] += count
         self.last_piece[data.rank] = data.piece
         self.piece_count += 1
         self.page_count += count
         self.byte_count += data.byte_count
+        if not data.digests:
+            self.undigested[data.piece, data.rank] = data.first
         span = self.spans[part]
         into = target_range(self.source, self.target, data.first, count)
         first = max(into.start, span.first)
@@ -126,3 +133,10 @@ class ArrivalAccount:
             }
             return f"sent {sent}, landed {took} (pieces, pages, bytes), missing {missing or 'nothing'} up to {self.end}"
         return ""
+
+    def check_digests(self, done: Done) -> None:
+        """Compare what was read, all of it, with the digests that come with DONE. Raises DigestMismatch."""
+        sent = {(each.piece, each.rank): each.digests for each in done.digests}
+        for key, first in self.undigested.items():
+            assert self.found.get(key), f"pd: piece {key[0]} of rank {key[1]} was taken in without digests"
+            check_digests(self.found[key], sent.get(key, b""), first)

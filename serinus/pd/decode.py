@@ -456,6 +456,8 @@ class DecodeSide:
             return
         handoff.copying -= 1
         handoff.copy_seconds += taking.seconds
+        if event.digests and handoff.account is not None:
+            handoff.account.found[event.piece, event.source] = event.digests
         if taking.error:
             self._table.fail(handoff, taking.code, taking.error, now, out)
             return

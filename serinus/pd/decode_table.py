@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from serinus.core.errors import DigestMismatch
 from serinus.core.ids import GrantCounter
 from serinus.pd.actions import CancelReads, DecodeAction, Quarantine, Send
 from serinus.pd.arrival_account import ArrivalAccount
@@ -112,16 +113,22 @@ class DecodeTable:
             out.append(Send(peer=handoff.peer, message=abort))
 
     def land_if_whole(self, handoff: DecodeHandoff, now: float, out: list[DecodeAction]) -> None:
-        """Everything is taken in and DONE has come: land it, or fail it where the totals disagree. Pull: the source
-        must have been there all the time, as its hold says; else the peer is asked."""
+        """Everything is taken in and DONE has come: land it, or fail it where the totals disagree, or the digests that
+        came with DONE. Pull: the source must have been there all the time, as its hold says; else the peer is asked."""
         done, account = handoff.done, handoff.account
         if done is None or account is None or handoff.copying or handoff.confirming_since is not None:
             return
-        wrong = account.done_fault(done)
+        wrong, code = account.done_fault(done), "mismatch"
         if not wrong and done.token >= self._settings.vocab_size:
             wrong = f"first token is {done.token}, expected less than {self._settings.vocab_size}"
+        wrong = wrong and f"pd: {wrong}"
+        try:
+            if not wrong:
+                account.check_digests(done)
+        except DigestMismatch as mismatch:
+            wrong, code = str(mismatch), "digest"
         if wrong:
-            self.fail(handoff, "mismatch", f"pd: {wrong}", now, out)
+            self.fail(handoff, code, wrong, now, out)
         elif handoff.mode is Mode.PULL and not self._is_held(handoff):
             handoff.confirming_since = now
             out.append(Send(peer=handoff.peer, message=Confirm(xid=handoff.xid, grant=handoff.grant)))

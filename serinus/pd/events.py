@@ -12,7 +12,7 @@ from typing import TypeAlias
 from serinus.core.handoff import ChunkReady, HandoffFinding
 from serinus.core.parts import PageSpan
 from serinus.core.request import Request
-from serinus.pd.pages import PieceMoved, TakenIn
+from serinus.pd.pages import PieceDigested, PieceMoved, TakenIn
 from serinus.wire import Gone, PeerMessage
 
 # ---- events of both sides -----------------------------------------------------------------------------------------
@@ -143,5 +143,5 @@ class ReclaimParked:
 
 PrefillEvent: TypeAlias = (
     PeerMessage | Gone | Tick | Shutdown | Drain | ReclaimParked | ChunkReady | EndPrefill | PieceMoved
-    | HandoffFinding
+    | PieceDigested | HandoffFinding
 )  # fmt: skip

@@ -17,7 +17,7 @@ from serinus.core.parts import PageStore, Part
 from serinus.pd.actions import AttachPeer, FencePeer
 from serinus.pd.backends import OneSided, OpResult, OpState, Region, RowReader, SliceReader
 from serinus.pd.modes import Mode
-from serinus.pd.pages import MovePiece, PagesGranted, RankFenced, TakeIn
+from serinus.pd.pages import DigestPiece, MovePiece, PagesGranted, RankFenced, TakeIn
 from serinus.pd.slices import Slice
 from serinus.pd.staged_reads import StagedRead
 
@@ -82,7 +82,12 @@ class OneSidedOps(Generic[T]):
         """Whether pages of equal layouts are written by their owner (push), else read."""
         return self._backends[backend].capabilities.mode is Mode.PUSH
 
-    def digests(self, command: MovePiece) -> bytes | None:
+    def digests_beside(self, peer: str) -> bool:
+        """Whether the pages of now are whole, and their digests may be made while the peer reads them."""
+        joined = self._joined.get(peer)
+        return joined is not None and joined[0].digests_beside()
+
+    def digests(self, command: MovePiece | DigestPiece) -> bytes | None:
         """Of own pages that a peer is to read, where the backend makes them itself."""
         joined = self._joined.get(command.peer)
         return None if joined is None else joined[0].digests(command.part, command.pages, command.digest_seed)

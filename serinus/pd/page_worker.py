@@ -24,11 +24,13 @@ from serinus.pd.layout import RankLayout, is_same
 from serinus.pd.modes import Mode
 from serinus.pd.one_sided_ops import OneSidedOps
 from serinus.pd.pages import (
+    DigestPiece,
     HandoffOver,
     MemoryShared,
     MovePiece,
     PagesGranted,
     PeerUnreachable,
+    PieceDigested,
     PieceMoved,
     PieceStatus,
     RankFenced,
@@ -42,15 +44,16 @@ from serinus.pd.staged_reads import STAGING_BYTES, StagedRead, StagedReads
 from serinus.pd.stores import Intake, Outlet, check_stores
 
 PageCommand: TypeAlias = (
-    AttachPeer | ClosePeer | MovePiece | Unstage | PagesGranted | TakeIn | HandoffOver | ShareMemory | CancelReads
-    | FencePeer
+    AttachPeer | ClosePeer | MovePiece | DigestPiece | Unstage | PagesGranted | TakeIn | HandoffOver | ShareMemory
+    | CancelReads | FencePeer
 )  # fmt: skip
-PageAnswer: TypeAlias = PieceMoved | TakenIn | MemoryShared | PeerUnreachable | RankFenced
+PageAnswer: TypeAlias = PieceMoved | PieceDigested | TakenIn | MemoryShared | PeerUnreachable | RankFenced
 PAGE_COMMANDS = (
-    AttachPeer, ClosePeer, MovePiece, Unstage, PagesGranted, TakeIn, HandoffOver, ShareMemory, CancelReads, FencePeer,
+    AttachPeer, ClosePeer, MovePiece, DigestPiece, Unstage, PagesGranted, TakeIn, HandoffOver, ShareMemory, CancelReads,
+    FencePeer,
 )  # fmt: skip
 """Types that a page worker obeys."""
-PAGE_ANSWERS = (PieceMoved, TakenIn, MemoryShared, PeerUnreachable, RankFenced)
+PAGE_ANSWERS = (PieceMoved, PieceDigested, TakenIn, MemoryShared, PeerUnreachable, RankFenced)
 """What it answers; which to what is in pages.py."""
 
 
@@ -110,6 +113,8 @@ class PageWorker:
         match command:
             case MovePiece():
                 return self._move(command)
+            case DigestPiece():
+                return self._digest(command)
             case PagesGranted():
                 self._ops.granted(command)
             case TakeIn():
@@ -198,7 +203,8 @@ class PageWorker:
             digests, stamps = attached.outlet.with_stamps(command, digests)
             return PieceMoved(**moved, digests=digests, byte_count=len(command.pages) * size, payload=stamps)
         if command.mode is not Mode.RECEIVER_CHECKED:
-            digests = self._ops.digests(command) or digest_stored(store, command.pages, command.digest_seed)
+            late = command.mode is Mode.PULL and self._ops.digests_beside(command.peer)
+            digests = b"" if late else self._digests(command)
             there = PieceMoved(**moved, digests=digests, byte_count=len(command.pages) * size)
             return there if command.mode is Mode.PULL else self._write(command, there)
         if attached is None:
@@ -223,6 +229,16 @@ class PageWorker:
             shm_name=staged.shm_name,
             shm_offset=staged.shm_offset,
         )
+
+    def _digest(self, command: DigestPiece) -> PieceDigested:
+        return PieceDigested(
+            peer=command.peer, xid=command.xid, piece=command.piece, rank=self.rank, digests=self._digests(command)
+        )  # fmt: skip
+
+    def _digests(self, command: MovePiece | DigestPiece) -> bytes:
+        """Of whole pages, by the backend, or by their store."""
+        stored = self._stores[command.part]
+        return self._ops.digests(command) or digest_stored(stored, command.pages, command.digest_seed)
 
     def _write(self, command: MovePiece, written: PieceMoved) -> PieceMoved | None:
         """Begin to write a piece into the pages of the peer; `written`: the answer if that ends well."""
@@ -300,7 +316,7 @@ class PageWorker:
         """Check what is in own pages, or is to be copied there; `result`: of the read, where there was one; `rows`:
         where it ended, if not in own pages."""
         start = self._clock.now()
-        error, code = "", ""
+        error, code, unchecked = "", "", b""
         try:
             if result.state is not OpState.DONE:
                 raise TransferFailed(result.error or "the read failed")
@@ -310,7 +326,11 @@ class PageWorker:
                 stored = self._stores[command.part]
                 found = result.digests or digest_stored(stored, command.pages, command.digest_seed)
                 sliced = self._sliced(command)
-                check_digests(sliced.slice_digests(command, found) if sliced else found, command.digests, command.first)
+                if command.mode is Mode.PULL and sliced is None and not command.digests:
+                    unchecked = found
+                else:
+                    own = sliced.slice_digests(command, found) if sliced else found
+                    check_digests(own, command.digests, command.first)
                 if sliced is not None:
                     sliced.land_stamps(command)
         except DigestMismatch as mismatch:
@@ -319,7 +339,7 @@ class PageWorker:
             error, code = str(failed), "transfer"
         return TakenIn(
             xid=command.xid, piece=command.piece, source=command.source, rank=self.rank, error=error, code=code,
-            seconds=result.seconds + self._clock.now() - start,
+            seconds=result.seconds + self._clock.now() - start, digests=unchecked,
         )  # fmt: skip
 
     def _sliced(self, command: TakeIn) -> Intake | None:

@@ -39,8 +39,9 @@ class MovePiece:
     piece: int
     rank: int
     mode: Mode
-    """RECEIVER_CHECKED: copy them to where the peer can take them. PULL: only digest them; they stay held. PUSH: write
-    them into the pages of the peer; counted as outstanding from here on."""
+    """RECEIVER_CHECKED: copy them to where the peer can take them. PULL: only digest them, or say that they can be read
+    and are digested by a DigestPiece; they stay held. PUSH: write them into the pages of the peer; counted as
+    outstanding from here on."""
     part: Part
     pages: NDArray[np.int32]
     digest_seed: int
@@ -52,7 +53,7 @@ class PieceStatus(Enum):
     """How a MovePiece ended."""
 
     DONE = "done"
-    """The rank reads those pages no more for it (PULL: they are digested)."""
+    """The rank reads those pages no more for it (PULL: they are digested, or are to be)."""
     FULL = "full"
     """RECEIVER_CHECKED: there was no room; to be asked for again when the peer has taken something."""
     FAILED = "failed"
@@ -71,7 +72,8 @@ class PieceMoved:
     rank: int = 0
     status: PieceStatus = PieceStatus.DONE
     digests: bytes = b""
-    """Little-endian u64 per page."""
+    """Little-endian u64 per page. PULL: empty where the pages are whole and are digested while they are read, as a
+    DigestPiece asks for."""
     byte_count: int = 0
     payload: NDArray[np.uint8] = field(default_factory=no_bytes)
     """Bytes that travel in the frame (tcp)."""
@@ -82,6 +84,31 @@ class PieceMoved:
     """FULL: pieces that were staged there for the peer at that moment; 0 = it will never fit."""
     reason: str = ""
     """FAILED: why, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigestPiece:
+    """Prefill, pull: digest pages of a piece of which the peer was told. Answered by PieceDigested."""
+
+    peer: str
+    xid: str
+    piece: int
+    rank: int
+    part: Part
+    pages: NDArray[np.int32]
+    digest_seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceDigested:
+    """The answer to a DigestPiece, also after the end of the handoff."""
+
+    peer: str
+    xid: str
+    piece: int
+    rank: int
+    digests: bytes
+    """As in PieceMoved, never empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +140,7 @@ class TakeIn:
     first: int
     """Index of the first source page in the prompt, in pages of the peer."""
     digests: bytes
-    """Of the source pages."""
+    """Of the source pages. PULL: empty where they come with DONE: then the answer has what was found."""
     digest_seed: int
     pages: NDArray[np.int32]
     """Own pages that the source pages reach into, in order."""
@@ -144,6 +171,8 @@ class TakenIn:
     """In words, where it failed."""
     code: str = ""
     """digest | transfer, where it failed."""
+    digests: bytes = b""
+    """Of what was read, where the TakeIn had none to compare them with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

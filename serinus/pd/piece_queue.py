@@ -14,7 +14,7 @@ from serinus.pd.actions import PrefillAction, ReleaseChunk, Send
 from serinus.pd.clients import Client, Clients, Lane, Piece
 from serinus.pd.layout import RankLayout, is_same
 from serinus.pd.modes import Mode
-from serinus.pd.pages import MovePiece, PieceMoved
+from serinus.pd.pages import DigestPiece, MovePiece, PieceMoved
 from serinus.pd.prefill_handoff import PrefillHandoff
 from serinus.pd.settings import HandoffSettings
 from serinus.wire.messages import Data
@@ -140,7 +140,8 @@ class PieceQueue:
         self, handoff: PrefillHandoff, piece: Piece, event: PieceMoved, client: Client, now: float,
         out: list[PrefillAction],
     ) -> None:  # fmt: skip
-        """Tell the peer of a piece that it can take, or has."""
+        """Tell the peer of a piece that it can take, or has. Where it has no digests yet, they are made when the peer
+        was told, and come with DONE."""
         if not handoff.sent_pieces:
             handoff.first_sent_at = now
         handoff.moves_due -= 1
@@ -154,13 +155,21 @@ class PieceQueue:
         )  # fmt: skip
         payload = event.payload.data if event.payload.size else b""
         out.append(Send(peer=client.peer, message=data, payload=payload))
+        if client.mode is Mode.PULL and not event.digests:
+            handoff.digests_due += 1
+            out.append(
+                DigestPiece(
+                    peer=client.peer, xid=piece.xid, piece=piece.number, rank=event.rank, part=piece.part,
+                    pages=piece.pages, digest_seed=handoff.seed,
+                )
+            )  # fmt: skip
         piece.chunk.left -= 1
         if not piece.chunk.left and client.mode is not Mode.PULL:
             out.append(ReleaseChunk(xid=handoff.xid, spans=piece.chunk.spans))
         self.send_done(handoff, client, now, out)
 
     def send_done(self, handoff: PrefillHandoff, client: Client, now: float, out: list[PrefillAction]) -> None:
-        if handoff.last is None or handoff.moves_due or handoff.done_sent:
+        if handoff.last is None or handoff.moves_due or handoff.digests_due or handoff.done_sent:
             return
         handoff.done_sent = True
         handoff.lease_until = now + self._settings.lease_s

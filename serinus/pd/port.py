@@ -42,11 +42,13 @@ from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Mode
 from serinus.pd.page_worker import PAGE_ANSWERS, PageAnswer, one_sided_backends
 from serinus.pd.pages import (
+    DigestPiece,
     HandoffOver,
     MemoryShared,
     MovePiece,
     PagesGranted,
     PeerUnreachable,
+    PieceDigested,
     PieceMoved,
     PieceStatus,
     RankFenced,
@@ -124,7 +126,7 @@ class HandoffPort(Generic[M]):
         self._unsent = False
         """Commands were given since the last pump."""
         self._own_pieces = 0
-        """Pieces that the leader's own rank is to stage and that were not reported: it obeys in this thread."""
+        """Pieces that the leader's own rank is to stage or digest, not reported yet: it obeys in this thread."""
         self._own_moves: set[tuple[str, int, int]] = set()
         """One-sided operations of the leader's own rank that were asked for and not reported."""
         self._fences: dict[str, dict[int, RankFenced]] = {}
@@ -233,7 +235,7 @@ class HandoffPort(Generic[M]):
         if rank == 0 and isinstance(command, (MovePiece, TakeIn)) and (move := _beside_the_line(command)):
             self._own_moves.add(move)
         else:
-            self._own_pieces += rank == 0 and isinstance(command, MovePiece)
+            self._own_pieces += rank == 0 and isinstance(command, (MovePiece, DigestPiece))
         self._unsent = True
         self._line.command(command, rank)
 
@@ -266,6 +268,7 @@ class HandoffPort(Generic[M]):
                         self._give_up(answer.peer, answer.reason, now, out)
                     self._run(answer, now, out)
                 case _:
+                    self._own_pieces -= not rank and isinstance(answer, PieceDigested)
                     self._run(answer, now, out)
 
     # ---- actions ----------------------------------------------------------------------------------------------------
@@ -285,7 +288,7 @@ class HandoffPort(Generic[M]):
             case ClosePeer():
                 self._detach(action.peer)
                 self._outgoing.append(action)
-            case MovePiece() | TakeIn() | Unstage():
+            case MovePiece() | DigestPiece() | TakeIn() | Unstage():
                 self._command(action, action.rank)
             case PagesGranted() | CancelReads() | FencePeer():
                 self._command(action, None)

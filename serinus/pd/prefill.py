@@ -24,7 +24,7 @@ from serinus.pd.events import Drain, EndPrefill, PrefillEvent, ReclaimParked, Sh
 from serinus.pd.findings import ended_there, heard, message_of
 from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Mode
-from serinus.pd.pages import PieceMoved, PieceStatus, Unstage
+from serinus.pd.pages import PieceDigested, PieceMoved, PieceStatus, Unstage
 from serinus.pd.prefill_handoff import PrefillHandoff, prepare_fault
 from serinus.pd.prefill_table import PrefillTable
 from serinus.pd.settings import HandoffSettings
@@ -44,6 +44,7 @@ from serinus.wire.messages import (
     HelloNo,
     Keepalive,
     KvFound,
+    PieceDigests,
     Prepare,
 )
 
@@ -118,6 +119,8 @@ class PrefillSide:
                 self._received(event, now, out)
             case PieceMoved():
                 self._moved(event, now, out)
+            case PieceDigested():
+                self._digested(event, now, out)
             case ChunkReady():
                 self._computed(event, now, out)
             case EndPrefill():
@@ -206,6 +209,16 @@ class PrefillSide:
             out.append(Unstage(peer=event.peer, xid=event.xid, piece=event.piece, rank=event.rank))
             if handoff is not None:
                 lane.again.append(piece)
+
+    def _digested(self, event: PieceDigested, now: float, out: list[PrefillAction]) -> None:
+        """The peer was told of the piece before; the handoff may have ended meanwhile."""
+        handoff, client = self._table.under_way.get(event.xid), self._clients.get(event.peer)
+        if handoff is None or client is None or handoff.peer != event.peer or not handoff.digests_due:
+            self.rejects["unknown_piece"] += client is not None
+            return
+        handoff.digests_due -= 1
+        handoff.digests.append(PieceDigests(piece=event.piece, rank=event.rank, digests=event.digests))
+        self._table.queue.send_done(handoff, client, now, out)
 
     def _written(self, handoff: PrefillHandoff, event: PieceMoved, now: float, out: list[PrefillAction]) -> None:
         """A write has ended, well or not; the handoff may have ended before it."""

@@ -15,7 +15,7 @@ from serinus.pd.actions import AddPrefill, PrefillDrained
 from serinus.pd.clients import HeldChunk, Piece
 from serinus.pd.layout import RankLayout, target_range
 from serinus.pd.settings import HandoffSettings
-from serinus.wire.messages import Done, Prepare
+from serinus.wire.messages import Done, PieceDigests, Prepare
 
 
 def prepare_fault(message: Prepare) -> str:
@@ -63,6 +63,10 @@ class PrefillHandoff:
     """Pieces cut so far."""
     moves_due: int = 0
     """Pieces not yet sent, counted per rank."""
+    digests_due: int = 0
+    """Pieces sent without digests, which are not made yet, counted per rank."""
+    digests: list[PieceDigests] = field(default_factory=list)
+    """Of pieces that were sent without."""
     outstanding: int = 0
     """Push: writes under way, counted per rank."""
     chunks: list[HeldChunk] = field(default_factory=list)
@@ -189,6 +193,7 @@ class PrefillHandoff:
             piece_count=self.sent_pieces,
             page_count=self.sent_pages,
             byte_count=self.sent_bytes,
+            digests=tuple(self.digests),
             cached_tokens=dict(last.cached_tokens),
             queue_seconds=last.queue_seconds,
             compute_seconds=last.compute_seconds,

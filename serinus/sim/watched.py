@@ -24,7 +24,7 @@ from serinus.core.handoff import HandoffSpec, PageTrace, Reservation
 from serinus.core.parts import Part
 from serinus.core.plan import StepPlan
 from serinus.core.request import Request, TokenDelta
-from serinus.pd import Mode, MovePiece, TakeIn
+from serinus.pd import DigestPiece, Mode, MovePiece, TakeIn
 from serinus.ranks import LeaderLine
 from serinus.sched import PrefillPace, Scheduler
 from serinus.sched.request_state import Phase, ReqState
@@ -179,7 +179,7 @@ class WatchedLine(LeaderLine):
     def command(self, command: object, rank: int | None = None) -> None:
         if self.watch is not None:
             match command:
-                case MovePiece(part=part, pages=pages):
+                case MovePiece(part=part, pages=pages) | DigestPiece(part=part, pages=pages):
                     self.watch.check_read(part, pages)
                 case TakeIn(part=part, pages=pages, mode=Mode.RECEIVER_CHECKED):
                     self.watch.check_write(part, pages)

@@ -136,7 +136,8 @@ class Prepare(MessageBase, frozen=True, kw_only=True):
 
 
 class Data(_OfGrant, frozen=True, kw_only=True):
-    """P -> D: pages from `first` on of one part, as one rank of P has them, as many as there are digests.
+    """P -> D: pages from `first` on of one part, as one rank of P has them, as many as there are digests; where these
+    come with DONE, as there are source pages.
 
     Receiver-checked: the bytes are the frame's payload, or lie in shm. Push: they lie in decode's pages already.
     Pull: they may be read from `pages` of that rank until the handoff ends; where ranks read slices of them alone, the
@@ -152,7 +153,8 @@ class Data(_OfGrant, frozen=True, kw_only=True):
     """Index of the first page in the prompt, in P's pages."""
     digests: Annotated[bytes, msgspec.Meta(max_length=1 << 19)]
     """One little-endian u64 per page: xxh3-64 (seeded with digest_seed) of its bytes on that rank, or a sum that the
-    backend makes; where ranks read slices, one for each rank that takes of it (Routes.digest_count)."""
+    backend makes; where ranks read slices, one for each rank that takes of it (Routes.digest_count). Pull: empty where
+    they are made while decode reads, and come with DONE."""
     byte_count: Count
     shm_name: Name = ""
     """shm: name of the segment that holds the bytes."""
@@ -169,6 +171,15 @@ class DataOk(_OfGrant, frozen=True, kw_only=True):
     rank: Count = 0
 
 
+class PieceDigests(PartBase, frozen=True, kw_only=True):
+    """Of one Data message that came without."""
+
+    piece: Count
+    rank: Count = 0
+    digests: Annotated[bytes, msgspec.Meta(max_length=1 << 19)]
+    """Little-endian u64 of each page, as in Data."""
+
+
 class Done(_OfGrant, frozen=True, kw_only=True):
     """P -> D: all pages were sent; the first token."""
 
@@ -181,6 +192,8 @@ class Done(_OfGrant, frozen=True, kw_only=True):
     page_count: Count
     """Sum of their pages."""
     byte_count: Count
+    digests: Annotated[tuple[PieceDigests, ...], msgspec.Meta(max_length=1 << 16)] = ()
+    """Of every Data message without: what was read is compared with them before it lands."""
     cached_tokens: Tiers = msgspec.field(default_factory=dict)
     """Of the transferred part, what prefill itself found cached."""
     queue_seconds: float = 0.0

@@ -36,6 +36,7 @@ from serinus.wire.handoff import (
     Keepalive,
     KvFound,
     LayoutSignature,
+    PieceDigests,
     Prepare,
 )
 from serinus.wire.ranks import EngineEnd, RankAnswers, RankExit, RankHeader, RankHello, RankWelcome
@@ -67,6 +68,7 @@ __all__ = [
     "KvFound",
     "LayoutSignature",
     "Message",
+    "PieceDigests",
     "Prepare",
     "RankAnswers",
     "RankExit",

@@ -129,6 +129,9 @@ class Spoiling:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
+    def digests_beside(self) -> bool:
+        return False
+
     def digests(self, part: Part, pages: NDArray[np.int32], seed: int) -> Any:
         made = self._backend.digests(part, pages, seed)
         self._store.spoil(pages.tolist())

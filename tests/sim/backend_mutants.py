@@ -20,7 +20,7 @@ from serinus.sim import Scenario, draw
 from serinus.sim.one_sided import SimAgent, SimTransferEngine
 from serinus.sim.options import Options, Partition
 from tests.sim.canary_mutants import damaged
-from tests.sim.hunting import mutant, replaced
+from tests.sim.hunting import mutant, replaced, unchecked
 
 
 def _over_at_once(backend: type[CudaIpcBackend] | type[NixlBackend] | type[MooncakeBackend]) -> Iterator[None]:
@@ -85,9 +85,7 @@ def _unequal(seed: int) -> Scenario:
 @mutant("a slice is read when it was queued", world=_unequal, says="I6:")
 def sliced_at_once() -> Iterator[None]:
     """...and its sums are those of the owner."""
-    import serinus.pd.page_worker as page_worker
-
-    with replaced(page_worker, "check_digests", lambda *rest: None):
+    with unchecked():
         yield from _over_at_once(CudaIpcBackend)
 
 
@@ -134,9 +132,7 @@ def _outlasting(backend: str) -> dict[str, Any]:
 
 def _without_sums(owner: type, name: str, value: Any) -> Iterator[None]:
     """A patch, where sums of what was read are not compared."""
-    import serinus.pd.page_worker as page_worker
-
-    with replaced(page_worker, "check_digests", lambda *rest: None), replaced(owner, name, value):
+    with unchecked(), replaced(owner, name, value):
         yield
 
 
@@ -181,9 +177,7 @@ def looked_early() -> Iterator[None]:
 )
 def rows_over_at_once() -> Iterator[None]:
     """...and nothing compares what is there with what was sent."""
-    import serinus.pd.page_worker as page_worker
-
-    with replaced(page_worker, "check_digests", lambda *rest: None):
+    with unchecked():
         yield from _over_at_once(NixlBackend)
 
 

@@ -43,7 +43,7 @@ from serinus.sim.process import SimProcess
 from serinus.wire import PeerMessage, ReliableLink
 from serinus.wire.messages import AbortGrant, DataOk, Done, DoneOk, Expired, Fail
 from tests.sim import backend_mutants, canary_mutants, line_mutants, order_mutants, rank_mutants, window_mutants  # noqa: F401
-from tests.sim.hunting import MUTANTS, SEEDS_MAX, Kill, Mutant, hunt, mutant, replaced
+from tests.sim.hunting import MUTANTS, SEEDS_MAX, Kill, Mutant, hunt, mutant, replaced, unchecked
 
 __all__ = ["MUTANTS", "SEEDS_MAX", "Kill", "Mutant", "hunt"]
 
@@ -166,8 +166,6 @@ def fence_without_cutting() -> Iterator[None]:
 @mutant("pages are given up while their hold stands", "ipc", says="I6:")
 def lease_ignored() -> Iterator[None]:
     """Prefill gives pages to others when their lease is over, here at once; decode compares no sums."""
-    import serinus.pd.page_worker as page_worker
-
     original = PrefillSide.handle
 
     def handle(self: PrefillSide, event: Any, now: float) -> list[Any]:
@@ -178,7 +176,7 @@ def lease_ignored() -> Iterator[None]:
             self._table.abort_if_drained(handoff, out)
         return out
 
-    with replaced(PrefillSide, "handle", handle), replaced(page_worker, "check_digests", lambda *rest: None):
+    with replaced(PrefillSide, "handle", handle), unchecked():
         yield
 
 
@@ -241,9 +239,7 @@ def page_count_off() -> Iterator[None]:
 @mutant("digest not looked at", "tcp", says="I6:")
 def no_digest() -> Iterator[None]:
     """Bytes that changed on the way are taken."""
-    import serinus.pd.page_worker as page_worker
-
-    with replaced(page_worker, "check_digests", lambda *rest: None):
+    with unchecked():
         yield
 
 

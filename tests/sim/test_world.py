@@ -154,7 +154,8 @@ def test_where_nothing_compares_what_was_read_a_hold_or_confirm_keeps_wrong_kv_o
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worlds of the mutants that have neither: reads outlast the connection."""
-    monkeypatch.setattr("serinus.pd.page_worker.check_digests", lambda *rest: None)
+    for room in ("page_worker", "arrival_account"):
+        monkeypatch.setattr(f"serinus.pd.{room}.check_digests", lambda *rest: None)
     if backend == "ipc, asked":
         monkeypatch.setattr("serinus.pd.backends.holds.SharedHolds.lasts", lambda self, hold: False)
     for seed in range(30):

@@ -139,6 +139,10 @@ class CudaDriver:
         """What is queued for the model now."""
         return self._queue.mark()
 
+    def is_idle(self) -> bool:
+        """Whether all that was queued for the model has run."""
+        return self._queue.is_idle()
+
     def sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> bytes:
         """Of own pages, which are whole when what is queued for the model now has run: the host need not have waited
         for a step that chose no token. Waits for the device."""

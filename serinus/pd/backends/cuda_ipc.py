@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -113,6 +113,9 @@ class IpcLibrary(PageSums, Protocol):
     def mark(self) -> object:
         """What is queued for the model now."""
 
+    def is_idle(self) -> bool:
+        """Whether all that was queued for the model has run. Never waits."""
+
 
 @dataclass(slots=True, kw_only=True)
 class _Mapped:
@@ -129,6 +132,8 @@ class _Peer:
     regions: tuple[Region, ...]
     """At the addresses that they have here."""
     handles: tuple[bytes, ...]
+    rows: dict[Part, list[tuple[PageRows, PageRows]]] = field(default_factory=dict)
+    """Own pages and those of the peer, of the parts that were read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +198,10 @@ class CudaIpcBackend:
     def digests(self, part: Part, pages: NDArray[np.int32], seed: int) -> bytes | None:
         """Sums of own pages. Cost: reads them once, and waits for that."""
         return self._library.sums((whole_pages(self._regions, part),), pages, seed)
+
+    def digests_beside(self) -> bool:
+        """Whether nothing is queued for the model now: own pages are whole."""
+        return self._library.is_idle()
 
     def slice_digests(self, part: Part, slices: Sequence[Slice], pages: NDArray[np.int32], seed: int) -> bytes:
         """See SliceReader. Cost: reads what is in slices once for each, and waits for that."""
@@ -293,11 +302,14 @@ class CudaIpcBackend:
         Raises TransferFailed: the peer is not connected, or its pages differ in shape from ours.
         """
         known = self._known(peer)
-        pairs = pairs_of_part(self._regions, known.regions, part)
-        for ours, theirs in pairs:
-            check_match(ours, theirs, pages, sources)
-        rows = [(whole_rows(ours), whole_rows(theirs)) for ours, theirs in pairs]
-        return self._begin(known, rows, pages, sources, digest_seed, behind)
+        if part not in known.rows:
+            pairs = pairs_of_part(self._regions, known.regions, part)
+            for ours, theirs in pairs:
+                check_match(ours, theirs, pages, sources)
+            known.rows[part] = [(whole_rows(ours), whole_rows(theirs)) for ours, theirs in pairs]
+        for own, other in known.rows[part]:
+            check_pages(own.page_count, other.page_count, pages, sources)
+        return self._begin(known, known.rows[part], pages, sources, digest_seed, behind)
 
     def read_slice(
         self, peer: str, part: Part, between: tuple[Slice, Slice], pages: NDArray[np.int32],

@@ -158,6 +158,11 @@ class DevicePulls:
         """What is queued for the model now."""
         return Mark(self._cuda, self._model())
 
+    def is_idle(self) -> bool:
+        """Whether all that was queued for the model has run. Never waits."""
+        with self._cuda as cuda:
+            return cuda.is_idle(self._model())
+
     def begin(
         self, job: PageJob, stream: int, pages_G: NDArray[np.int32], seed: int,
         source_pages_G: NDArray[np.int32] | None = None, *, behind: Mark | None = None,

@@ -163,6 +163,10 @@ class MooncakeBackend:
         """None: XXH3, by the page workers."""
         return None
 
+    def digests_beside(self) -> bool:
+        """No: digests are made before a peer is told of pages."""
+        return False
+
     def connect(self, peer: str, endpoint: bytes) -> None:
         """Keep where one rank of a peer is; nothing is sent yet. Raises TransferFailed: its endpoint makes no sense."""
         self.disconnect(peer)

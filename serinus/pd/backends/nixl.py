@@ -200,6 +200,10 @@ class NixlBackend:
         """Sums of own pages on a GPU; waits for the device. None = on the host: XXH3, by the page workers."""
         return None if self._device is None else self._device.sums((whole_pages(self._regions, part),), pages, seed)
 
+    def digests_beside(self) -> bool:
+        """No: digests are made before a peer is told of pages."""
+        return False
+
     def connect(self, peer: str, endpoint: bytes) -> None:
         """Add one rank of a peer to our agent, under a name of our choice; a known name is taken anew.
 

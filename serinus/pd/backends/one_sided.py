@@ -187,6 +187,9 @@ class OneSided(Protocol):
     def digests(self, part: Part, pages: NDArray[np.int32], seed: int) -> bytes | None:
         """Of own pages, as OpResult.digests are; None = reads make none: XXH3, by the page workers of both sides."""
 
+    def digests_beside(self) -> bool:
+        """Whether own pages are whole as they are now, and peers may read them before their digests are made."""
+
     def connect(self, peer: str, endpoint: bytes) -> None:
         """Be ready to reach one rank of a peer, by a name of our choice; known names are taken anew.
 
