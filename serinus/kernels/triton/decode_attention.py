@@ -59,13 +59,12 @@ def tiling_of(programs: int, size: int, itemsize: int, *, watched: bool) -> Tili
     parts = min(_PARTS_MAX, max(8, _parts_of(programs)))
     if itemsize > 2:
         return Tiling(block=32 if size <= 128 else 16, warps=4, stages=1, stretches=parts)
-    if watched and size <= 128:
-        wide = programs >= 2 * _PROGRAMS
-        return Tiling(block=32 if wide else 64, warps=1 if wide else 2, stages=4 if wide else 2, stretches=parts)
     if size > 128:
         block, warps, stages = (32, 4, 3) if watched else (64, 4, 2)  # with 2 warps ptxas may spill nearly all
         return Tiling(block=block, warps=warps, stages=stages, stretches=parts)
-    return Tiling(block=64, warps=2, stages=3, stretches=parts)
+    if programs >= 2 * _PROGRAMS:
+        return Tiling(block=32, warps=1, stages=4, stretches=parts)
+    return Tiling(block=64, warps=2, stages=2 if watched else 3, stretches=parts)
 
 
 def _parts_of(programs: int) -> int:
