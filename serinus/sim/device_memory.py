@@ -58,6 +58,7 @@ class SimIpc:
         """What was opened, by number."""
         self._last = 0
         self._pulls: list[SimPull] = []
+        self._is_idle = False
 
     def warm(self, regions: Sequence[Region]) -> None:
         """Own pages can be moved from now on."""
@@ -113,8 +114,9 @@ class SimIpc:
         return self
 
     def is_idle(self) -> bool:
-        """What a rank obeys is done."""
-        return True
+        """Every other time, so that digests of pages come both ways: with them, and when they are read."""
+        self._is_idle = not self._is_idle
+        return self._is_idle
 
     def sums(self, rows: Sequence[Sequence[PageRows]], pages: NDArray[np.int32], seed: int) -> bytes:
         """Of own pages, as they are now."""
