@@ -21,12 +21,14 @@ from serinus.pd import (
     Capabilities,
     ClosePeer,
     DecodeSide,
+    DigestPiece,
     EndPrefill,
     Fence,
     FencePeer,
     Mode,
     MovePiece,
     PeerFenced,
+    PieceDigested,
     PieceMoved,
     PieceStatus,
     PrefillSide,
@@ -57,6 +59,7 @@ from serinus.wire.messages import (
     Keepalive,
     KvFound,
     Message,
+    PieceDigests,
     Prepare,
 )
 from tests.pd.steps import start_event
@@ -106,11 +109,16 @@ def message_of(choices: Choices, mode: Mode) -> Message:
         Grant(**right, spans=spans, digest_seed=_number(choices)),
         Data(
             **right, piece=_number(choices), rank=choices.pick(9) // 8, part=choices.pick(9) // 8,
-            first=choices.pick(4), digests=bytes(8 * count), byte_count=size,
+            first=choices.pick(4), digests=bytes(8 * count * (1 if choices.pick(3) else 0)), byte_count=size,
             pages=list(range(1, count + 1)) if mode is Mode.PULL and choices.pick(8) else [],
         ),
         DataOk(**right, piece=_number(choices), rank=choices.pick(3)),
-        Done(**right, token=_number(choices), piece_count=count, page_count=count, byte_count=size),
+        Done(
+            **right, token=_number(choices), piece_count=count, page_count=count, byte_count=size,
+            digests=tuple(
+                PieceDigests(piece=piece, digests=bytes(8 * choices.pick(3))) for piece in range(choices.pick(3))
+            ),
+        ),
         DoneOk(**right),
         Fail(**right, code=("aborted", "made up")[choices.pick(2)], reading=bool(choices.pick(2))),
         AbortGrant(grant=grant, floor=choices.pick(3), xid=xid),
@@ -149,7 +157,9 @@ def run_decode(choices: Choices, steps: int) -> None:
             tell(PeerFenced(peer=action.peer, all_peers=bool(choices.pick(2)), endpoints=(b"new",)))
         else:
             error = "bad" * (not choices.pick(4))
-            tell(TakenIn(xid=action.xid, piece=action.piece, source=action.source, rank=action.rank, error=error))
+            found = b"" if error or action.digests else bytes(8 * len(action.pages))
+            place = {"xid": action.xid, "piece": action.piece, "source": action.source, "rank": action.rank}
+            tell(TakenIn(**place, error=error, digests=found))
 
     for step in range(steps):
         roll = choices.pick(16)
@@ -218,7 +228,7 @@ class _Engine:
     def tell(self, event: Any) -> None:
         for action in self.side.handle(event, self.now):
             name = type(action).__name__
-            if isinstance(action, MovePiece):
+            if isinstance(action, (MovePiece, DigestPiece)):
                 self.due.append(action)
             elif isinstance(action, ClosePeer):
                 self.left(action.peer)
@@ -246,13 +256,17 @@ class _Engine:
         action = next(action for action in self.due if action.peer == picked.peer)
         self.due.remove(action)
         common = {"peer": action.peer, "xid": action.xid, "piece": action.piece, "rank": action.rank}
+        if isinstance(action, DigestPiece):
+            self.tell(PieceDigested(**common, digests=bytes(8 * len(action.pages))))
+            return
         others = sum(peer == action.peer for peer, _xid, _piece in self.staged)
         if self.mode is Mode.PUSH:
             self.tell(PieceMoved(**common, digests=bytes(8)))
         elif self.mode is Mode.PULL or self.choices.pick(4):
             if self.mode is Mode.RECEIVER_CHECKED and action.peer in self.names:
                 self.staged.add((action.peer, action.xid, action.piece))
-            self.tell(PieceMoved(**common, digests=bytes(8)))
+            late = self.mode is Mode.PULL and self.choices.pick(2)
+            self.tell(PieceMoved(**common, digests=b"" if late else bytes(8)))
         elif self.choices.pick(2) or not others:
             self.tell(PieceMoved(**common, status=PieceStatus.FAILED, reason="bad"))
         else:
