@@ -44,7 +44,7 @@ class Handoffs(Protocol):
     def aborted(self, rid: str, now: float, *, code: str = "aborted", reason: str = "") -> None:
         """A request is about to be ended: no peer may write its pages when this returns.
 
-        `code`, `reason`: what its peer is told: aborted, timeout (its own), or kv_canary with the violation in words."""
+        `code`, `reason`: what its peer is told: aborted, its own timeout, or kv_canary with the violation in words."""
         return
 
     def can_ask_again(self, rid: str) -> bool:
