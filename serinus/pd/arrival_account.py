@@ -9,8 +9,8 @@ import numpy as np
 from serinus.core.handoff import MovedPiece
 from serinus.core.parts import PageSpan, Part
 from serinus.pd.integrity import check_digests
-from serinus.pd.layout import RankLayout, Routes, target_range
-from serinus.pd.settings import HandoffSettings
+from serinus.pd.layout import RankLayout, Routes, is_same, target_range
+from serinus.pd.settings import PIECE_PAGES_MAX, HandoffSettings
 from serinus.wire.messages import Data, Done
 
 
@@ -90,12 +90,14 @@ class ArrivalAccount:
             return f"part {data.part} of rank {data.rank}, expected one of {sorted(self.due)}"
         each = 8 * self.routes.digest_count(data.rank, Part(data.part))
         count, odd = divmod(len(data.digests) or 8 * len(data.pages), each)
-        if odd or not count or (each > 8 and not data.digests):
+        if odd or not count or not (data.digests or is_same(self.source, self.target)):
             return f"{len(data.digests)} bytes of digests, expected {each} per page"
         if data.piece <= self.last_piece.get(data.rank, -1):
             return f"piece {data.piece} of rank {data.rank}, expected one after {self.last_piece[data.rank]}"
         if data.first != due or data.first + count > self.end:
             return f"pages {data.first}..{data.first + count}, expected the next from {due} on, up to {self.end}"
+        if count > PIECE_PAGES_MAX:
+            return f"{count} pages, expected at most {PIECE_PAGES_MAX}"
         wanted = count * self.source.page_bytes(data.rank, Part(data.part))
         if data.byte_count != wanted:
             return f"{data.byte_count} bytes, expected {wanted}"

@@ -53,7 +53,8 @@ class PieceStatus(Enum):
     """How a MovePiece ended."""
 
     DONE = "done"
-    """The rank reads those pages no more for it (PULL: they are digested, or are to be)."""
+    """The rank reads those pages no more for it. PULL: the peer may read them; they are digested, or a DigestPiece does
+    it."""
     FULL = "full"
     """RECEIVER_CHECKED: there was no room; to be asked for again when the peer has taken something."""
     FAILED = "failed"

@@ -16,13 +16,11 @@ from serinus.pd.layout import RankLayout, is_same
 from serinus.pd.modes import Mode
 from serinus.pd.pages import DigestPiece, MovePiece, PieceMoved
 from serinus.pd.prefill_handoff import PrefillHandoff
-from serinus.pd.settings import HandoffSettings
+from serinus.pd.settings import PIECE_PAGES_MAX, HandoffSettings
 from serinus.wire.messages import Data
 
 _FIRST_BYTES: Final = 2 << 20
 """Of the first piece of a handoff."""
-_PAGES_MAX: Final = 1 << 16
-"""Of one piece at most."""
 
 
 class PieceQueue:
@@ -40,11 +38,11 @@ class PieceQueue:
 
     def _whole_chunks(self, client: Client) -> dict[Part, tuple[int, ...]]:
         """A chunk is one piece, as far as the digests and stamps go into a message that each taker gets of it."""
-        pages = _PAGES_MAX
+        pages = PIECE_PAGES_MAX
         if not is_same(self._layout, client.layout):
             takers, stamp_bytes = len(client.layout.shards), self._layout.signature.stamp_bytes
             stamps = self._settings.piece_bytes_max // (takers * self._layout.page_size * max(1, stamp_bytes))
-            pages = max(1, min(_PAGES_MAX // takers, stamps if stamp_bytes else _PAGES_MAX))
+            pages = max(1, min(PIECE_PAGES_MAX // takers, stamps if stamp_bytes else PIECE_PAGES_MAX))
         return dict.fromkeys(self._layout.parts, (pages,))
 
     def _pages_of_pieces(self, part: Part) -> tuple[int, ...]:
@@ -56,7 +54,7 @@ class PieceQueue:
         sizes = [min(_FIRST_BYTES, whole)]
         while sizes[-1] < whole:
             sizes.append(min(2 * sizes[-1], whole))
-        return tuple(min(max(1, size // largest), _PAGES_MAX) for size in sizes)
+        return tuple(min(max(1, size // largest), PIECE_PAGES_MAX) for size in sizes)
 
     def first_pages(self, held: int, tokens: int) -> dict[Part, int]:
         """First own page that is to be announced, by part: FULL always, SWA where there are such layers."""
@@ -156,7 +154,7 @@ class PieceQueue:
         payload = event.payload.data if event.payload.size else b""
         out.append(Send(peer=client.peer, message=data, payload=payload))
         if client.mode is Mode.PULL and not event.digests:
-            handoff.digests_due += 1
+            handoff.digests_due.add((piece.number, event.rank))
             out.append(
                 DigestPiece(
                     peer=client.peer, xid=piece.xid, piece=piece.number, rank=event.rank, part=piece.part,

@@ -187,8 +187,8 @@ class HandoffPort(Generic[M]):
 
     def settle(self, now: float) -> list[Any]:
         """Have commands leave before those of a step, and deal with what is answered at once. Not where the own rank
-        has pieces to stage and peers are to be told something: they hear of one piece while the next is staged, which
-        is done when the caller flushes the line.
+        has pieces to stage or digest and peers are to be told something: they hear of one piece while the next is
+        staged, or it is digested, which is done when the caller flushes the line.
 
         Returns what the engine must act on. Raises as CommandLine.pump.
         """
@@ -199,7 +199,8 @@ class HandoffPort(Generic[M]):
 
     @property
     def is_staging(self) -> bool:
-        """The own rank has pieces to stage before the next step: end the turn without one, deliver, flush the line."""
+        """The own rank has pieces to stage or digest before the next step: end the turn without one, deliver, flush
+        the line."""
         return self._own_pieces > 0
 
     def take_outgoing(self) -> list[PeerAction]:

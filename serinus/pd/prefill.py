@@ -200,7 +200,7 @@ class PrefillSide:
         self, handoff: PrefillHandoff | None, event: PieceMoved, client: Client, lane: Lane, piece: Piece, now: float,
         out: list[PrefillAction],
     ) -> None:  # fmt: skip
-        """Staged or offered; `order` is None where the handoff has ended meanwhile."""
+        """Staged or offered; `handoff` is None where it has ended meanwhile."""
         if handoff is not None and not lane.again:
             if client.mode is Mode.RECEIVER_CHECKED:
                 client.staged.add((event.xid, event.piece, event.rank))
@@ -213,10 +213,11 @@ class PrefillSide:
     def _digested(self, event: PieceDigested, now: float, out: list[PrefillAction]) -> None:
         """The peer was told of the piece before; the handoff may have ended meanwhile."""
         handoff, client = self._table.under_way.get(event.xid), self._clients.get(event.peer)
-        if handoff is None or client is None or handoff.peer != event.peer or not handoff.digests_due:
+        key = event.piece, event.rank
+        if handoff is None or client is None or handoff.peer != event.peer or key not in handoff.digests_due:
             self.rejects["unknown_piece"] += client is not None
             return
-        handoff.digests_due -= 1
+        handoff.digests_due.remove(key)
         handoff.digests.append(PieceDigests(piece=event.piece, rank=event.rank, digests=event.digests))
         self._table.queue.send_done(handoff, client, now, out)
 

@@ -63,8 +63,8 @@ class PrefillHandoff:
     """Pieces cut so far."""
     moves_due: int = 0
     """Pieces not yet sent, counted per rank."""
-    digests_due: int = 0
-    """Pieces sent without digests, which are not made yet, counted per rank."""
+    digests_due: set[tuple[int, int]] = field(default_factory=set)
+    """Pieces sent without digests, which are not made yet, with their ranks."""
     digests: list[PieceDigests] = field(default_factory=list)
     """Of pieces that were sent without."""
     outstanding: int = 0

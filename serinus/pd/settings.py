@@ -30,6 +30,8 @@ class Holds(Protocol):
 
 PIECE_BYTES_MAX = 64 << 20
 """No piece is larger: between two of them prefill looks whether the grant is still open."""
+PIECE_PAGES_MAX = (1 << 16) - 1
+"""No piece has more: a kernel has so many rows of programs at most, one for each page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,7 +114,7 @@ class SimIpc:
         return self
 
     def is_idle(self) -> bool:
-        """Every other time, so that digests of pages come both ways: with them, and when they are read."""
+        """Every other time, so that DATA comes with digests and without, in turns."""
         self._is_idle = not self._is_idle
         return self._is_idle
 

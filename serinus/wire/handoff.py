@@ -136,8 +136,8 @@ class Prepare(MessageBase, frozen=True, kw_only=True):
 
 
 class Data(_OfGrant, frozen=True, kw_only=True):
-    """P -> D: pages from `first` on of one part, as one rank of P has them, as many as there are digests; where these
-    come with DONE, as there are source pages.
+    """P -> D: pages from `first` on of one part, as one rank of P has them, as many as there are digests (where
+    ranks read slices, some of each); where these come with DONE, as there are source pages.
 
     Receiver-checked: the bytes are the frame's payload, or lie in shm. Push: they lie in decode's pages already.
     Pull: they may be read from `pages` of that rank until the handoff ends; where ranks read slices of them alone, the
@@ -172,7 +172,7 @@ class DataOk(_OfGrant, frozen=True, kw_only=True):
 
 
 class PieceDigests(PartBase, frozen=True, kw_only=True):
-    """Of one Data message that came without."""
+    """Digests of one Data message that came without."""
 
     piece: Count
     rank: Count = 0

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from serinus.core.handoff import ChunkReady
+from serinus.core.parts import Part
 from serinus.pd import (
     DigestPiece,
     Landed,
@@ -24,10 +26,10 @@ from serinus.pd import (
 from serinus.pd.actions import StopPrefill
 from serinus.pd.events import EndPrefill
 from serinus.wire.messages import Confirm, Data, Done, DoneOk, Fail
-from tests.pd.slices_pair import SlicesPair
+from tests.pd.slices_pair import SlicesPair, shaped
 from tests.pd.steps import of_type, sent
 from tests.pd.test_holds import Two, Unreadable
-from tests.pd.test_slices import check_landed, pair
+from tests.pd.test_slices import check_landed, pages_of, pair
 from tests.pd.tiny import PAGE_BYTES, full
 
 MADE = bytes(range(16)), bytes(range(16, 24))
@@ -125,7 +127,7 @@ def test_digests_of_a_handoff_that_has_ended_change_nothing() -> None:
     assert two.prefill.rejects["unknown_piece"] == 2
 
 
-def test_only_pages_that_are_read_by_one_rank_come_without_digests() -> None:
+def test_only_pages_that_are_read_come_without_digests() -> None:
     two = Offered()
     handoff = two.decode._table.of_xid(two.xid)
     assert handoff is not None
@@ -134,10 +136,6 @@ def test_only_pages_that_are_read_by_one_rank_come_without_digests() -> None:
     assert handoff.account.fault(data) == ""
     staged = Data(xid=two.xid, grant=1, piece=0, first=0, digests=b"", byte_count=2 * PAGE_BYTES)
     assert "0 bytes of digests" in handoff.account.fault(staged)
-    both = pair("one to TP2")
-    both.begin()
-    (sliced,) = both.d.port.machine._table
-    assert "0 bytes of digests" in sliced.account.fault(data)
 
 
 def said_by_prefill(both: SlicesPair) -> list[Data]:
@@ -163,14 +161,62 @@ def test_pages_come_with_digests_while_steps_are_queued_on_the_device(
     both.begin()
     both.settle()
     check_landed(both)
-    assert [bool(data.digests) for data in said] == [not idle] * len(said) != []
+    assert {(data.rank, bool(data.digests)) for data in said} == {(0, not idle), (1, True)}
+
+
+class Step:
+    """Stands for a step of another prompt."""
+
+
+def test_no_digests_are_made_behind_a_step_that_was_planned_later() -> None:
+    """A rank that does not lead is behind: the leader plans the next step when its own rank is done."""
+    both, done = pair("TP2 each"), list[tuple[int, str]]()
+    for worker in both.p.workers:
+
+        def obey(command: Any, obey: Any = worker.obey, rank: int = worker.rank) -> Any:
+            done.append((rank, type(command).__name__))
+            return None if isinstance(command, Step) else obey(command)
+
+        worker.obey = obey  # type: ignore[method-assign]
+    line = both.p.line
+    both.begin(chunks=1)
+    line._late = True
+    is_planned = False
+    for turn in range(6):
+        line.work(0)
+        both._act(both.p.turn())
+        if not is_planned and not both.p.port.is_staging:
+            is_planned = True
+            for rank in (0, 1):
+                line.waiting[rank].append(Step())
+        if turn >= 3:
+            line.work(1)
+    for rank, made in ((0, "DigestPiece"), (1, "MovePiece")):
+        of_rank = [name for number, name in done if number == rank]
+        assert of_rank.index(made) < of_rank.index("Step")
+    assert (1, "DigestPiece") not in done
+
+
+@pytest.mark.parametrize("shape", ["one to TP2", "TP2 to one"])
+def test_slices_come_with_digests_and_no_piece_has_more_pages_than_a_kernel_has_rows(shape: str) -> None:
+    both = pair(shape)
+    both.begin()
+    (handoff,) = both.d.port.machine._table
+    size = both.p.layout.page_bytes(0, Part.FULL)
+    data = Data(xid=handoff.xid, grant=1, piece=0, first=0, digests=b"", byte_count=2 * size, pages=[4, 5])
+    assert "0 bytes of digests" in handoff.account.fault(data)
+    handoff.account.end = 1 << 17
+    each = 8 * handoff.account.routes.digest_count(0, Part.FULL)
+    for count, said in ((65535, ""), (65536, "65536 pages, expected at most 65535")):
+        many = msgspec.structs.replace(data, digests=bytes(each * count), byte_count=count * size, pages=[4] * count)
+        assert handoff.account.fault(many) == said
 
 
 @pytest.mark.parametrize("order", ["after they were digested", "after they were read"])
 def test_pages_that_change_between_their_reading_and_their_digests_do_not_land(
     order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = pair("TP2 each")
+    both = SlicesPair(shaped(), shaped(), pages_of)
     library, spoiled = type(both.p.libraries[0]), list[bool]()
     sums = library.sums
 

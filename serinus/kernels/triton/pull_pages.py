@@ -53,7 +53,7 @@ class PagePull:
         self._block_count, self._blocks_BN = len(blocks), torch.tensor(blocks, dtype=torch.int64).to(device)
         self._constants = bool(sources), aligned, rows, _BLOCK, _COLUMNS
         self._kernel: _Kept | None = None
-        """As it was compiled; None: not yet, or interpreted."""
+        """As it was compiled; None: not yet, or not for this device (the interpreter, a machine without a GPU)."""
 
     def check(self, pages_G: NDArray[np.integer[Any]], source_pages_G: NDArray[np.integer[Any]] | None) -> None:
         """Raise ValueError where a page lies outside, or there are other numbers of them."""
@@ -91,7 +91,7 @@ class PagePull:
         values = self._blocks_BN, words_N, page_count, self.sums
         with nullcontext() if stream is None else _on(stream, self._device):
             compiled = _pull[(self._block_count, page_count)](*values, *self._constants, num_warps=_WARPS)
-        if compiled is not None:
+        if self._device.type == "cuda":
             self._kernel = _Kept(compiled, self._blocks_BN, self._block_count, self.sums)
 
 
