@@ -89,8 +89,8 @@ class ArrivalAccount:
         if due is None:
             return f"part {data.part} of rank {data.rank}, expected one of {sorted(self.due)}"
         each = 8 * self.routes.digest_count(data.rank, Part(data.part))
-        count, odd = divmod(len(data.digests) or 8 * len(data.pages), each)
-        if odd or not count or not (data.digests or is_same(self.source, self.target)):
+        count = self._count(data)
+        if len(data.digests) % each or not count or not (data.digests or is_same(self.source, self.target)):
             return f"{len(data.digests)} bytes of digests, expected {each} per page"
         if data.piece <= self.last_piece.get(data.rank, -1):
             return f"piece {data.piece} of rank {data.rank}, expected one after {self.last_piece[data.rank]}"
@@ -110,7 +110,7 @@ class ArrivalAccount:
     def take(self, data: Data) -> PageSpan:
         """Count what came (a Data without fault); returns our pages that it reaches into."""
         part = Part(data.part)
-        count = len(data.digests) // (8 * self.routes.digest_count(data.rank, part)) or len(data.pages)
+        count = self._count(data)
         self.due[part, data.rank] += count
         self.last_piece[data.rank] = data.piece
         self.piece_count += 1
@@ -135,6 +135,10 @@ class ArrivalAccount:
             }
             return f"sent {sent}, landed {took} (pieces, pages, bytes), missing {missing or 'nothing'} up to {self.end}"
         return ""
+
+    def _count(self, data: Data) -> int:
+        """Source pages that it brings."""
+        return len(data.digests) // (8 * self.routes.digest_count(data.rank, Part(data.part))) or len(data.pages)
 
     def check_digests(self, done: Done) -> None:
         """Compare what was read, all of it, with the digests that come with DONE. Raises DigestMismatch."""

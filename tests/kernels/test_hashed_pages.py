@@ -54,10 +54,11 @@ def test_the_hash_is_that_of_the_bytes_that_were_moved(column: str, widths: tupl
 def test_large_moves_go_past_the_caches_where_they_can_and_are_the_same_bytes(offset: int, inward: bool) -> None:
     """Such stores want whole lines: what begins within one is written as any other."""
     noise, size = torch.Generator().manual_seed(3), 33 * 65536
-    raw, other = torch.zeros(size + 128, dtype=torch.uint8), torch.randint(0, 256, (size + 128,), generator=noise)
+    zeros = torch.zeros(size + 128, dtype=torch.uint8)
+    other = torch.randint(0, 256, (size + 128,), generator=noise, dtype=torch.uint8)
+    starts = [offset + -each.data_ptr() % 64 for each in (zeros, other)]
     written, read = (
-        each.to(torch.uint8)[start : start + size].view(33, 65536)
-        for each in (raw, other) for start in [offset + -each.data_ptr() % 64]
+        each[start : start + size].view(33, 65536) for each, start in zip((zeros, other), starts, strict=True)
     )  # fmt: skip
     lane, rows = (written, read[1:]) if inward else (read, written[1:])
     pages = np.arange(32, 0, -1)

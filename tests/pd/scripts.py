@@ -109,7 +109,7 @@ def message_of(choices: Choices, mode: Mode) -> Message:
         Grant(**right, spans=spans, digest_seed=_number(choices)),
         Data(
             **right, piece=_number(choices), rank=choices.pick(9) // 8, part=choices.pick(9) // 8,
-            first=choices.pick(4), digests=bytes(8 * count * (1 if choices.pick(3) else 0)), byte_count=size,
+            first=choices.pick(4), digests=bytes(8 * count if choices.pick(3) else 0), byte_count=size,
             pages=list(range(1, count + 1)) if mode is Mode.PULL and choices.pick(8) else [],
         ),
         DataOk(**right, piece=_number(choices), rank=choices.pick(3)),

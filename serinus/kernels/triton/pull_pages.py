@@ -91,7 +91,7 @@ class PagePull:
         values = self._blocks_BN, words_N, page_count, self.sums
         with nullcontext() if stream is None else _on(stream, self._device):
             compiled = _pull[(self._block_count, page_count)](*values, *self._constants, num_warps=_WARPS)
-        if self._device.type == "cuda":
+        if compiled is not None and self._device.type == "cuda":
             self._kernel = _Kept(compiled, self._blocks_BN, self._block_count, self.sums)
 
 

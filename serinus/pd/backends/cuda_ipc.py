@@ -29,8 +29,8 @@ from serinus.pd.backends.one_sided import (
     OpState,
     PageRows,
     Region,
-    check_match,
     check_pages,
+    check_shapes,
     check_words,
     pack_endpoint,
     pairs_of_part,
@@ -305,7 +305,7 @@ class CudaIpcBackend:
         if part not in known.rows:
             pairs = pairs_of_part(self._regions, known.regions, part)
             for ours, theirs in pairs:
-                check_match(ours, theirs, pages, sources)
+                check_shapes(ours, theirs)
             known.rows[part] = [(whole_rows(ours), whole_rows(theirs)) for ours, theirs in pairs]
         for own, other in known.rows[part]:
             check_pages(own.page_count, other.page_count, pages, sources)

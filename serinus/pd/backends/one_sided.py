@@ -263,21 +263,20 @@ def check_words(name: str, regions: Sequence[Region]) -> None:
         )
 
 
-def check_match(ours: Region, theirs: Region, pages: NDArray[np.int32], others: NDArray[np.int32]) -> None:
-    """Whether own `pages` and the peer's `others` may be moved onto each other.
-
-    Raises:
-        TransferFailed: shapes differ, or a page of theirs is out of their region.
-        InvariantError: a page of ours is out of our region.
-    """
-    if (ours.lane_count, ours.strip_bytes) != (theirs.lane_count, theirs.strip_bytes):
-        mine, other = (ours.lane_count, ours.strip_bytes), (theirs.lane_count, theirs.strip_bytes)
+def check_shapes(ours: Region, theirs: Region) -> None:
+    """Raises TransferFailed: pages differ in shape."""
+    mine, other = (ours.lane_count, ours.strip_bytes), (theirs.lane_count, theirs.strip_bytes)
+    if mine != other:
         raise TransferFailed(f"pd: pages are {mine} (lanes, bytes in each) here and {other} there, expected equal ones")
-    check_pages(ours.page_count, theirs.page_count, pages, others)
 
 
 def check_pages(own_count: int, their_count: int, pages: NDArray[np.int32], others: NDArray[np.int32]) -> None:
-    """Whether these are as many pages, of those that there are. Raises as `check_match`."""
+    """Whether own `pages` and the peer's `others` are as many, of those that there are.
+
+    Raises:
+        TransferFailed: other numbers of them, or a page of theirs is out of their region.
+        InvariantError: a page of ours is out of our region.
+    """
     if len(pages) != len(others) or not len(pages):
         raise TransferFailed(f"pd: {len(pages)} pages here and {len(others)} there, expected as many, and some")
     if pages.min() < 1 or pages.max() >= own_count:
@@ -287,11 +286,12 @@ def check_pages(own_count: int, their_count: int, pages: NDArray[np.int32], othe
 
 
 def strips_between(ours: Region, theirs: Region, pages: NDArray[np.int32], others: NDArray[np.int32]) -> Strips:
-    """What to move between own `pages` and the peer's `others`, neighbours together. Raises as `check_match`.
+    """What to move between own `pages` and the peer's `others`, neighbours together.
 
-    Cost: O(stretches of neighbours * lanes) numbers, in numpy.
+    Raises as `check_shapes` and `check_pages`. Cost: O(stretches of neighbours * lanes) numbers, in numpy.
     """
-    check_match(ours, theirs, pages, others)
+    check_shapes(ours, theirs)
+    check_pages(ours.page_count, theirs.page_count, pages, others)
     breaks = np.flatnonzero((np.diff(pages) != 1) | (np.diff(others) != 1)) + 1
     starts = np.concatenate(([0], breaks))
     counts = np.diff(np.concatenate((starts, [len(pages)]))).astype(np.int64)
@@ -309,9 +309,9 @@ def strips_between(ours: Region, theirs: Region, pages: NDArray[np.int32], other
 def strips_between_rows(
     ours: PageRows, theirs: PageRows, pages: NDArray[np.int32], others: NDArray[np.int32]
 ) -> Strips:
-    """What to move between rows of own `pages` and those of the peer's `others`, one by one. Raises as `check_match`.
+    """What to move between rows of own `pages` and those of the peer's `others`, one by one.
 
-    Cost: O(rows) numbers, in numpy.
+    Raises as `check_pages`, and TransferFailed: rows differ in shape. Cost: O(rows) numbers, in numpy.
     """
     if ours.shape != theirs.shape:
         raise TransferFailed(f"pd: {ours.shape} (strips, rows, bytes) here and {theirs.shape} there, expected the same")
