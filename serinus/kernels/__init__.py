@@ -21,6 +21,7 @@ from serinus.kernels.contracts import (
     WatchPlan,
     WrittenRows,
 )
+from serinus.kernels.cuda_library import CUDA_HANDLE_BYTES, CudaFailed, CudaLibrary
 from serinus.kernels.fp8 import FP8_FORMATS
 from serinus.kernels.huge_pages import collapse_to_huge_pages, populate, prefer_huge_pages
 from serinus.kernels.layers import LayerSteps, LayerWeights
@@ -34,11 +35,14 @@ from serinus.kernels.splitmix import shift_right, splitmix
 from serinus.kernels.words import carry_words
 
 __all__ = [
+    "CUDA_HANDLE_BYTES",
     "E2M1_TWICE",
     "FP8_FORMATS",
     "RING_FIELDS",
     "SEQUENCES",
     "AttentionBatch",
+    "CudaFailed",
+    "CudaLibrary",
     "DuePages",
     "ExpertGate",
     "Gate",

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.kernels import PoolLane
+from serinus.kernels import CudaFailed, CudaLibrary, PoolLane
+from serinus.kernels.cuda_library import _ARGUMENTS, bound
 from serinus.kernels.ref.pull_pages import page_sums, pull_pages
 from serinus.kernels.triton.pull_pages import PagePull
-from serinus.pd.backends.cuda_library import _ARGUMENTS, CudaFailed, CudaLibrary
 from serinus.pd.backends.cuda_pulls import DevicePull, DevicePulls, Mark
 
 MODEL, IDS, PULLS, OWN, READS = range(5)
@@ -342,7 +342,7 @@ def test_what_the_driver_refuses_is_said_in_its_words_and_addresses_arrive_whole
         setattr(library, name, made)
     library.cuGetErrorString = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))(text)
     far = (1 << 47) + 8
-    with CudaLibrary(library, far) as cuda:
+    with CudaLibrary(far, bound(library, library)) as cuda:
         assert not cuda.is_idle(0)
         cuda.send(far, far + 8, 24, far + 16)
         with pytest.raises(CudaFailed, match=r"cuEventRecord: an illegal address \(700\)"):

@@ -117,7 +117,6 @@ REASONS: dict[str, str] = {
     "pd/__init__.py": "names that are imported late",
     "pd/backends/__init__.py": "start of a process",
     "pd/backends/cuda_driver.py": "CUDA; sim/device_memory.py stands in its place, tests/pd/test_gpu.py runs it",
-    "pd/backends/cuda_library.py": "CUDA; tests/pd/test_gpu.py runs it",
     "pd/backends/cuda_pulls.py": "CUDA; tests/pd/test_gpu.py runs it",
     # what no scenario asks for
     "cache/events.py": "events for subscribers of a socket",

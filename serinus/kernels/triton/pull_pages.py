@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from itertools import product
 from threading import Lock
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from serinus.kernels.checks import check_pull_lanes, check_pull_pages
 from serinus.kernels.contracts import PoolLane
+from serinus.kernels.cuda_library import launch_kernel
 from serinus.kernels.ref import pull_pages as reference
 
 _BLOCK = 2048
@@ -115,25 +115,12 @@ class _Kept:
         self._places = (ctypes.c_void_p * len(self._values))(*map(ctypes.addressof, self._values))
 
     def launch(self, words: int, page_count: int, stream: int) -> None:
-        """Queue it for the job at this address, in the current context of the thread. Raises RuntimeError: the driver
+        """Queue it for the job at this address, in the current context of the thread. Raises CudaFailed: the driver
         refuses it."""
         with self._lock:
             self._words.value, self._count.value = words, page_count
-            code = _launcher()(
-                self._compiled.function, self._block_count, page_count, 1, 32 * _WARPS, 1, 1, self._shared, stream,
-                self._places, None,
-            )  # fmt: skip
-        if code:
-            raise RuntimeError(f"kernels: the driver refuses _pull with code {code}, expected 0")
-
-
-@cache
-def _launcher() -> Any:
-    """cuLaunchKernel: function, three sizes of the grid, three of a block, shared bytes, stream, arguments, extras."""
-    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
-    numbers = [ctypes.c_uint] * 7
-    launch.argtypes = [ctypes.c_void_p, *numbers, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-    return launch
+            grid = self._block_count, page_count
+            launch_kernel(self._compiled.function, grid, 32 * _WARPS, self._shared, stream, self._places)
 
 
 def _on(stream: int, device: torch.device) -> AbstractContextManager[Any]:

@@ -7,7 +7,6 @@ and no counter beside it that a killed process leaves behind.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,9 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.core.errors import ConfigError, InvariantError, TransferFailed
-from serinus.kernels import PoolLane
+from serinus.kernels import CUDA_HANDLE_BYTES, CudaFailed, CudaLibrary, PoolLane
 from serinus.pd.backends.cuda_ipc import SharedAllocation
-from serinus.pd.backends.cuda_library import HANDLE_BYTES, CudaFailed, CudaLibrary
 from serinus.pd.backends.cuda_pulls import DevicePull, DevicePulls, Mark, PageJob
 from serinus.pd.backends.one_sided import PageRows, Region, whole_rows
 from serinus.pd.backends.shm import host_identity
@@ -51,7 +49,7 @@ class CudaDriver:
         try:
             from serinus.kernels.triton.pull_pages import PagePull
 
-            self._cuda = CudaLibrary(ctypes.CDLL("libcuda.so.1"), self._ids.cuda_stream)
+            self._cuda = CudaLibrary(self._ids.cuda_stream)
         except (ImportError, OSError, AttributeError, CudaFailed) as error:
             raise ConfigError(f"pd: pages on a GPU need the driver of CUDA and Triton: {error}") from None
         self.device = _uuid(index)
@@ -104,8 +102,8 @@ class CudaDriver:
 
     def open(self, memory: SharedAllocation) -> int:
         """Map memory of another process. Raises TransferFailed."""
-        if len(memory.handle) != HANDLE_BYTES:
-            raise TransferFailed(f"pd: a handle of {len(memory.handle)} bytes, expected {HANDLE_BYTES}")
+        if len(memory.handle) != CUDA_HANDLE_BYTES:
+            raise TransferFailed(f"pd: a handle of {len(memory.handle)} bytes, expected {CUDA_HANDLE_BYTES}")
         try:
             with self._cuda as cuda:
                 address = cuda.open(memory.handle)

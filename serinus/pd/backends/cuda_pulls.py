@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serinus.pd.backends.cuda_library import CudaLibrary
+from serinus.kernels import CudaLibrary
 
 __all__ = ["DevicePull", "DevicePulls", "Mark", "PageJob"]
 

@@ -1,17 +1,23 @@
 """The interface of CUDA's driver by ctypes, in the context of one device. What torch does with streams and events costs
-the host 3 to 10 times as much, and does not share memory by handles of 64 bytes."""
+the host 3 to 10 times as much, and does not share memory by handles of 64 bytes.
+
+Calls of microseconds keep the interpreter's lock. A thread that gives it up gets it back when others have, which took
+75 us where eight threads read weights in a virtual machine; torch gives it up in most calls, six times for a copy with
+an event.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from functools import partial
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, Final
 
 from serinus.core.errors import SerinusError
 
-__all__ = ["HANDLE_BYTES", "CudaFailed", "CudaLibrary"]
+__all__ = ["CUDA_HANDLE_BYTES", "CudaFailed", "CudaLibrary", "bound", "launch_kernel"]
 
-HANDLE_BYTES: Final = 64
+CUDA_HANDLE_BYTES: Final = 64
 """Of memory that is shared."""
 _LAZY_PEER_ACCESS: Final = 1
 _NATIVE_ATOMICS: Final = 3
@@ -20,7 +26,7 @@ _NOT_READY: Final = 600
 
 
 class _Handle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+    _fields_ = (("reserved", ctypes.c_ubyte * CUDA_HANDLE_BYTES),)
 
 
 _P: Final = ctypes.c_void_p
@@ -33,7 +39,10 @@ _ARGUMENTS: Final = {
     "cuMemcpyHtoDAsync_v2": (_P, _P, ctypes.c_size_t, _P), "cuMemcpyDtoHAsync_v2": (_P, _P, ctypes.c_size_t, _P),
     "cuMemGetAddressRange_v2": (_P, _P, _P), "cuIpcGetMemHandle": (_P, _P), "cuIpcCloseMemHandle": (_P,),
     "cuIpcOpenMemHandle_v2": (_P, _Handle, ctypes.c_uint), "cuDeviceGetP2PAttribute": (_P, *[ctypes.c_int] * 3),
+    "cuLaunchKernel": (_P, *[ctypes.c_uint] * 7, _P, _P, _P),
 }  # fmt: skip
+_WAIT: Final = frozenset({"cuEventSynchronize", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2", "cuIpcCloseMemHandle"})
+"""Calls in which other threads run."""
 
 
 class CudaFailed(SerinusError):
@@ -44,103 +53,122 @@ class CudaLibrary:
     """What is used of it. Calls are made inside `with`, which has the device's context for the thread, whichever it
     is; streams and events are handles. Each raises CudaFailed; that may be the error of what was queued before."""
 
-    def __init__(self, library: Any, stream: int) -> None:
-        """`library`: libcuda; `stream`: one of the device."""
-        self._library = library
-        for name, types in _ARGUMENTS.items():
-            function = getattr(self._library, name)
-            function.argtypes, function.errcheck = types, partial(self._checked, name)
+    def __init__(self, stream: int, driver: Any = None) -> None:
+        """`stream`: one of the device, not the default one. Raises OSError, AttributeError: there is no driver, or not
+        all of it."""
+        self._driver = driver or _driver()
         found = _P()
-        self._library.cuStreamGetCtx(stream, ctypes.byref(found))
+        self._driver.cuStreamGetCtx(stream, ctypes.byref(found))
         self._context = found.value
 
-    def _checked(self, name: str, code: int, *_: Any) -> int:
-        if code in (0, _NOT_READY):
-            return code
-        text = ctypes.c_char_p()
-        self._library.cuGetErrorString(code, ctypes.byref(text))
-        raise CudaFailed(f"{name}: {(text.value or b'').decode()} ({code})")
-
     def __enter__(self) -> CudaLibrary:
-        self._library.cuCtxPushCurrent_v2(self._context)
+        self._driver.cuCtxPushCurrent_v2(self._context)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._library.cuCtxPopCurrent_v2(ctypes.byref(_P()))
+        self._driver.cuCtxPopCurrent_v2(ctypes.byref(_P()))
 
     # ---- streams and events -----------------------------------------------------------------------------------------
 
     def is_idle(self, stream: int) -> bool:
         """Whether all that was queued has run."""
-        return not self._library.cuStreamQuery(stream)
+        return not self._driver.cuStreamQuery(stream)
 
     def event(self, *, timed: bool) -> int:
         """A new one, which has passed."""
         found = _P()
-        self._library.cuEventCreate(ctypes.byref(found), 0 if timed else _WITHOUT_TIME)
+        self._driver.cuEventCreate(ctypes.byref(found), 0 if timed else _WITHOUT_TIME)
         return int(found.value or 0)
 
     def destroy(self, event: int) -> None:
         """Give an event back, which has passed."""
-        self._library.cuEventDestroy_v2(event)
+        self._driver.cuEventDestroy_v2(event)
 
     def record(self, event: int, stream: int) -> None:
         """It passes when what is queued on the stream now has run."""
-        self._library.cuEventRecord(event, stream)
+        self._driver.cuEventRecord(event, stream)
 
     def wait(self, stream: int, event: int) -> None:
         """What is queued on the stream from now on runs after the event's last record."""
-        self._library.cuStreamWaitEvent(stream, event, 0)
+        self._driver.cuStreamWaitEvent(stream, event, 0)
 
     def has_passed(self, event: int) -> bool:
         """Whether its last record has. Never waits."""
-        return not self._library.cuEventQuery(event)
+        return not self._driver.cuEventQuery(event)
 
     def synchronize(self, event: int) -> None:
         """Have the host wait for it."""
-        self._library.cuEventSynchronize(event)
+        self._driver.cuEventSynchronize(event)
 
     def seconds(self, begin: int, end: int) -> float:
         """Between two timed events that have passed."""
         found = ctypes.c_float()
-        self._library.cuEventElapsedTime(ctypes.byref(found), begin, end)
+        self._driver.cuEventElapsedTime(ctypes.byref(found), begin, end)
         return found.value / 1e3
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def send(self, target: int, source: int, byte_count: int, stream: int) -> None:
         """Queue a copy from pinned memory to the device."""
-        self._library.cuMemcpyHtoDAsync_v2(target, source, byte_count, stream)
+        self._driver.cuMemcpyHtoDAsync_v2(target, source, byte_count, stream)
 
     def fetch(self, target: int, source: int, byte_count: int, stream: int) -> None:
         """Queue a copy from the device to pinned memory."""
-        self._library.cuMemcpyDtoHAsync_v2(target, source, byte_count, stream)
+        self._driver.cuMemcpyDtoHAsync_v2(target, source, byte_count, stream)
 
     def allocation(self, address: int) -> tuple[int, int]:
         """Start and bytes of the one that an address lies in."""
         start, byte_count = ctypes.c_uint64(), ctypes.c_size_t()
-        self._library.cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(byte_count), address)
+        self._driver.cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(byte_count), address)
         return start.value, byte_count.value
 
     def share(self, start: int) -> bytes:
         """A handle by which other processes open an allocation."""
         handle = _Handle()
-        self._library.cuIpcGetMemHandle(ctypes.byref(handle), start)
+        self._driver.cuIpcGetMemHandle(ctypes.byref(handle), start)
         return bytes(handle.reserved)
 
     def open(self, handle: bytes) -> int:
         """Map memory of another process."""
         address = ctypes.c_uint64()
         found = _Handle.from_buffer_copy(handle)
-        self._library.cuIpcOpenMemHandle_v2(ctypes.byref(address), found, _LAZY_PEER_ACCESS)
+        self._driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), found, _LAZY_PEER_ACCESS)
         return address.value
 
     def close(self, address: int) -> None:
         """Unmap memory of another process."""
-        self._library.cuIpcCloseMemHandle(address)
+        self._driver.cuIpcCloseMemHandle(address)
 
     def has_atomics(self, index: int, other: int) -> bool:
         """Whether atomics of a GPU work in the memory of another one."""
         found = ctypes.c_int()
-        self._library.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, index, other)
+        self._driver.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, index, other)
         return bool(found.value)
+
+
+def launch_kernel(function: int, grid: tuple[int, int], threads: int, shared: int, stream: int, places: Any) -> None:
+    """Queue a compiled kernel in the context of the thread. `shared`: bytes of memory of a program; `places`: an array
+    of the addresses of its arguments. Raises CudaFailed: the driver refuses it."""
+    _driver().cuLaunchKernel(function, *grid, 1, threads, 1, 1, shared, stream, places, None)
+
+
+@cache
+def _driver() -> Any:
+    return bound(ctypes.PyDLL("libcuda.so.1"), ctypes.CDLL("libcuda.so.1"))
+
+
+def bound(held: Any, free: Any) -> SimpleNamespace:
+    """The calls, with what they take. `held`, `free`: libcuda, which keeps the interpreter's lock and gives it up."""
+    found = {}
+    for name, types in _ARGUMENTS.items():
+        found[name] = function = getattr(free if name in _WAIT else held, name)
+        function.argtypes, function.errcheck = types, partial(_checked, held, name)
+    return SimpleNamespace(**found)
+
+
+def _checked(library: Any, name: str, code: int, *_: Any) -> int:
+    if code in (0, _NOT_READY):
+        return code
+    text = ctypes.c_char_p()
+    library.cuGetErrorString(code, ctypes.byref(text))
+    raise CudaFailed(f"{name}: {(text.value or b'').decode()} ({code})")
