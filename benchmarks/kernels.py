@@ -222,7 +222,7 @@ def bench_elementwise(bench: Bench, kernels: Kernels, tokens: int) -> None:
 
 def bench_pages(bench: Bench, kernels: Kernels) -> None:
     layers, _ = make_kv(8, 2048)
-    pages = torch.randperm(8 * 128)[:125] + 1
+    pages = torch.randperm(8 * 128)[:125].numpy() + 1
     out = torch.zeros(125, PAGE * LAYERS * KV_HEADS * SIZE * 4, dtype=torch.uint8)
     bench.row(
         "gather 125 pages of 16 tokens (2,000 tokens)",

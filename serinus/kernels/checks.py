@@ -8,6 +8,7 @@ Shapes: as in the op's file of `ref/`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -38,8 +39,7 @@ def check_page_digests(
         )
     if coefficients_L22W.device.type != "cpu" or not coefficients_L22W.is_contiguous():
         raise ValueError(f"kernels: coefficients on {coefficients_L22W.device}, expected contiguous ones on the CPU")
-    if len(pages_G) and not 0 <= int(pages_G.min()) <= int(pages_G.max()) < len(data_PY):
-        raise ValueError(f"kernels: pages {pages_G.min()} .. {pages_G.max()}, expected 0 .. {len(data_PY) - 1}")
+    _check_inside("pages", pages_G, len(data_PY))
 
 
 def check_norm(x_TE: Tensor, weight_E: Tensor) -> None:
@@ -336,15 +336,15 @@ def check_layer_digest(k_pool_SHD: Tensor, batch: AttentionBatch, digest: LayerD
 
 def check_pages(
     layers_kv: LayersKv,
-    pages_G: Tensor,
+    pages_G: NDArray[np.integer[Any]],
     page_size: int,
     bytes_RY: Tensor,
-    rows_G: Tensor | None = None,
+    rows_G: NDArray[np.integer[Any]] | None = None,
 ) -> None:
     """Raise ValueError where sizes disagree, or a page or a row lies outside of its pool or buffer."""
     k_pool = layers_kv[0][0]
-    page_bytes = page_size * k_pool[0].numel() * k_pool.element_size() * sum(map(len, layers_kv))
-    count = pages_G.shape[0]
+    page_bytes = page_size * math.prod(k_pool.shape[1:]) * k_pool.element_size() * sum(map(len, layers_kv))
+    count = len(pages_G)
     rows = count if rows_G is None else bytes_RY.shape[0]
     if bytes_RY.dtype != torch.uint8 or tuple(bytes_RY.shape) != (rows, page_bytes):
         raise ValueError(
@@ -356,8 +356,8 @@ def check_pages(
         raise ValueError(f"kernels: {k_pool.shape[0]} slots are no whole number of pages of {page_size}")
     _check_inside("pages", pages_G, k_pool.shape[0] // page_size)
     if rows_G is not None:
-        if rows_G.shape[0] != count:
-            raise ValueError(f"kernels: {rows_G.shape[0]} rows for {count} pages, expected as many")
+        if len(rows_G) != count:
+            raise ValueError(f"kernels: {len(rows_G)} rows for {count} pages, expected as many")
         _check_inside("rows", rows_G, rows)
 
 
@@ -370,8 +370,7 @@ def check_hashed(lanes: Sequence[Tensor], pages_G: NDArray[np.int64], rows_GY: N
         )
     if rows_GY is not None and rows_GY.strides[1] != 1:
         raise ValueError("kernels: page buffer's rows are strided, expected contiguous ones")
-    if len(pages_G) and not 0 <= pages_G.min() <= pages_G.max() < page_count:
-        raise ValueError(f"kernels: pages {pages_G.min()} .. {pages_G.max()}, expected 0 .. {page_count - 1}")
+    _check_inside("pages", pages_G, page_count)
     return width
 
 
@@ -457,6 +456,6 @@ def _are_laid_out(k_pool: Tensor, v_pool: Tensor) -> bool:
     return is_laid_out(k_pool) and is_laid_out(v_pool) and k_pool.stride() == v_pool.stride()
 
 
-def _check_inside(what: str, ids_G: Tensor, count: int) -> None:
-    if ids_G.numel() and not (int(ids_G.min()) >= 0 and int(ids_G.max()) < count):
-        raise ValueError(f"kernels: {what} {int(ids_G.min())} .. {int(ids_G.max())}, expected 0 .. {count - 1}")
+def _check_inside(what: str, ids_G: NDArray[np.integer[Any]], count: int) -> None:
+    if len(ids_G) and not 0 <= ids_G.min() <= ids_G.max() < count:
+        raise ValueError(f"kernels: {what} {ids_G.min()} .. {ids_G.max()}, expected 0 .. {count - 1}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -63,8 +63,9 @@ class MovePages(Protocol):
     """The signature of gather_pages and scatter_pages."""
 
     def __call__(
-        self, layers_kv: LayersKv, pages_G: Tensor, page_size: int, bytes_RY: Tensor, rows_G: Tensor | None = None, /
-    ) -> None: ...
+        self, layers_kv: LayersKv, pages_G: NDArray[np.integer[Any]], page_size: int, bytes_RY: Tensor,
+        rows_G: NDArray[np.integer[Any]] | None = None, /,
+    ) -> None: ...  # fmt: skip
 
 
 class HashedPages(Protocol):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -196,9 +195,8 @@ class DevicePool:
         """
         if out is None:
             out = np.empty((len(pages), self.page_bytes), dtype=np.uint8)
-        page_ids, out_GY = _ids(pages), torch.from_numpy(out)
-        for strips, part_GZ in self._parts(out_GY):
-            self._kernels.gather_pages(strips, page_ids, self.spec.page_size, part_GZ)
+        for strips, part_GZ in self._parts(torch.from_numpy(out)):
+            self._kernels.gather_pages(strips, pages, self.spec.page_size, part_GZ)
         return out
 
     def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
@@ -211,15 +209,14 @@ class DevicePool:
             ValueError: the data has another size, or a page is none of ours.
         Cost: G * Y bytes read and written.
         """
-        page_ids = _ids(pages)
         for strips, part_GZ in self._parts(_tensor_of(data)):
-            self._kernels.scatter_pages(strips, page_ids, self.spec.page_size, part_GZ)
+            self._kernels.scatter_pages(strips, pages, self.spec.page_size, part_GZ)
 
     def read_stamps(self, pages: NDArray[np.integer]) -> NDArray[np.uint8]:
         """The stamps of pages alone, [G, stamp_bytes], as `read_pages` has them; the pool keeps some. Waits for the
         device."""
         strips, part_GZ = self._strips[-1][0], torch.empty((len(pages), self.spec.stamp_bytes), dtype=torch.uint8)
-        self._kernels.gather_pages(strips, _ids(pages), self.spec.page_size, part_GZ)
+        self._kernels.gather_pages(strips, pages, self.spec.page_size, part_GZ)
         return part_GZ.numpy()
 
     def write_stamps(self, pages: NDArray[np.integer], rows: NDArray[np.uint8]) -> None:
@@ -227,7 +224,7 @@ class DevicePool:
         rows_GZ = _tensor_of(rows)
         if self.spec.device != "cpu":
             rows_GZ = rows_GZ.pin_memory().to(self.spec.device, non_blocking=True)
-        self._kernels.scatter_pages(self._strips[-1][0], _ids(pages), self.spec.page_size, rows_GZ)
+        self._kernels.scatter_pages(self._strips[-1][0], pages, self.spec.page_size, rows_GZ)
 
     def warm_stamps(self) -> None:
         """Make both ready, on the padding page; nothing where the pool keeps none."""
@@ -267,7 +264,7 @@ class DevicePool:
         return self._kernels.hashed_pages(self._lanes, ids, rows, seed, inward).astype("<u8").tobytes()
 
     def copy_out(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
-        """Page pages[g] goes to row rows[g] of a buffer on the host; layout as `read_pages`.
+        """The rows of page pages[g] go to row rows[g] of a buffer on the host, without stamps; layout as `read_pages`.
 
         On an accelerator everything is queued on the current stream and nothing waits, as far as the buffer is pinned.
 
@@ -275,13 +272,13 @@ class DevicePool:
             ValueError: sizes disagree, or a page or row is none of ours.
         Cost: G * Y bytes read and written, by the copy engine or on the calling thread alone.
         """
-        parts, page_ids, row_ids = self._parts(bytes_RY), _ids(pages), _ids(rows)
-        if self.pages_PY is not None and parts:
-            self._check_on_host(pages, bytes_RY, rows)
-            _move(bytes_RY[:, : self.spec.kv_bytes], rows, self.pages_PY, pages)
-            parts = parts[1:]
-        for strips, part_RZ in parts:
-            self._kernels.gather_pages(strips, page_ids, self.spec.page_size, part_RZ, row_ids)
+        if not self.layers:
+            return
+        if self.pages_PY is None:
+            self._kernels.gather_pages(self.layers, pages, self.spec.page_size, self._columns(0, bytes_RY), rows)
+            return
+        self._check_on_host(pages, bytes_RY, rows)
+        _move(bytes_RY, rows, self.pages_PY, pages, slice(0, self.spec.kv_bytes))
 
     def copy_in(
         self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer], first: int, end: int
@@ -291,28 +288,35 @@ class DevicePool:
             return
         columns = slice(first * self.spec.layer_bytes, end * self.spec.layer_bytes)
         if self.pages_PY is None:
-            self._scatter(self.layers[first:end], pages, bytes_RY[:, columns], rows)
+            layers, size = self.layers[first:end], self.spec.page_size
+            self._kernels.scatter_pages(layers, pages, size, bytes_RY[:, columns], rows)
             return
         self._check_on_host(pages, bytes_RY, rows)
-        _move(self.pages_PY[:, columns], pages, bytes_RY[:, columns], rows)
+        _move(self.pages_PY, pages, bytes_RY, rows, columns)
+
+    def copy_stamps_out(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
+        """As `copy_out`, the stamps alone, by a kernel; nothing where the pool keeps none."""
+        if self.spec.stamp_bytes:
+            strips, size = self._strips[1][0], self.spec.page_size
+            self._kernels.gather_pages(strips, pages, size, self._columns(1, bytes_RY), rows)
 
     def copy_stamps_in(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
-        """The reverse of `copy_out`, for the stamps; nothing where the pool keeps none."""
-        for strips, part_RZ in self._parts(bytes_RY)[1:]:
-            self._scatter(strips, pages, part_RZ, rows)
-
-    def _scatter(self, strips: Strips, pages: NDArray[np.integer], part_RZ: Tensor, rows: NDArray[np.integer]) -> None:
-        page_ids, row_ids = _ids(pages), _ids(rows)
-        self._kernels.scatter_pages(strips, page_ids, self.spec.page_size, part_RZ, row_ids)
+        """The reverse of `copy_stamps_out`."""
+        if self.spec.stamp_bytes:
+            strips, size = self._strips[1][0], self.spec.page_size
+            self._kernels.scatter_pages(strips, pages, size, self._columns(1, bytes_RY), rows)
 
     def _parts(self, bytes_RY: Tensor) -> list[tuple[Strips, Tensor]]:
         """The strips of this pool, each with its columns of a buffer of whole pages."""
-        if len(self._strips) <= 1:
-            return [(strips, bytes_RY) for strips, _ in self._strips]
+        return [(strips, self._columns(i, bytes_RY)) for i, (strips, _) in enumerate(self._strips)]
+
+    def _columns(self, index: int, bytes_RY: Tensor) -> Tensor:
+        """The columns of one of them."""
+        if len(self._strips) == 1:
+            return bytes_RY
         if bytes_RY.ndim != 2 or bytes_RY.shape[1] != self.page_bytes:
             raise ValueError(f"pool: page buffer {tuple(bytes_RY.shape)}, expected rows of {self.page_bytes} bytes")
-        edges = pairwise([*(offset for _, offset in self._strips), self.page_bytes])
-        return [(strips, bytes_RY[:, low:high]) for (strips, _), (low, high) in zip(self._strips, edges, strict=True)]
+        return bytes_RY[:, : self.spec.kv_bytes] if index == 0 else bytes_RY[:, self.spec.kv_bytes :]
 
     def _page_lanes(self, strips: Strips) -> list[Tensor]:
         return [lane.view(torch.uint8).view(self.spec.page_count, -1) for halves in strips for lane in halves]
@@ -329,21 +333,23 @@ class DevicePool:
                 raise ValueError(f"pool: {what} {ids.min()} .. {ids.max()}, expected 0 .. {count - 1}")
 
 
-def _move(target_RZ: Tensor, rows: NDArray[np.integer], source_PZ: Tensor, pages: NDArray[np.integer]) -> None:
-    """Row pages[g] of one becomes row rows[g] of the other; rows are contiguous, neighbours may lie apart. Between
-    accelerator and host the copy engine does it, on the current stream."""
-    if target_RZ.device == source_PZ.device:
-        target_RZ[_ids(rows)] = source_PZ[_ids(pages)]
+def _move(
+    target_RY: Tensor, rows: NDArray[np.integer], source_PY: Tensor, pages: NDArray[np.integer], columns: slice
+) -> None:
+    """Columns of row pages[g] of one become those of row rows[g] of the other; rows are contiguous, neighbours may lie
+    apart. Between accelerator and host the copy engine does it, on the current stream."""
+    if target_RY.device == source_PY.device:
+        target_RY[:, columns][_ids(rows)] = source_PY[:, columns][_ids(pages)]
         return
     targets, sources = (
-        memory.data_ptr() + np.asarray(ids, dtype=np.int64) * memory.stride(0)
-        for memory, ids in ((target_RZ, rows), (source_PZ, pages))
+        memory.data_ptr() + columns.start + np.asarray(ids, dtype=np.int64) * memory.stride(0)
+        for memory, ids in ((target_RY, rows), (source_PY, pages))
     )
-    copy_runs(targets, sources, np.full(len(targets), target_RZ.shape[1], dtype=np.int64))
+    copy_runs(targets, sources, np.full(len(targets), columns.stop - columns.start, dtype=np.int64))
 
 
 def _ids(numbers: NDArray[np.integer]) -> Tensor:
-    """Pages or rows as the kernels take them: on the host."""
+    """Pages or rows as torch takes them."""
     return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
 
 

@@ -6,7 +6,8 @@ backups: a request waits for a load, and only an eviction for a backup. That is 
 
 On the CPU one worker copies by itself. On an accelerator there are two for each direction, which queue in turns copies
 of whole pages for its copy engines, on one stream for each direction, behind what the compute stream was told before
-the copy was submitted; the gate makes the compute stream wait, not the host.
+the copy was submitted; the gate makes the compute stream wait, not the host. Stamps pass by a kernel, on another
+stream: it waits for a place between the kernels of a step, and the pages of the next copy must not.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from serinus.core.clock import Clock
 from serinus.core.errors import InvariantError
 from serinus.core.moves import Move, MoveDone, MoveKind
 from serinus.core.parts import Part
+from serinus.kernels import CudaFailed, CudaLibrary
 from serinus.pool.device import DevicePool
 from serinus.pool.host import HostPool
 from serinus.pool.workers import Task, ThreadWorkers, Workers
@@ -34,6 +36,8 @@ _ROW_BYTES = 1 << 19
 """...and on an accelerator of at least so many bytes of each page: each is a transfer, microseconds to queue."""
 _BACKUP_BYTES = 1 << 24
 """A backup on the CPU looks after so many bytes whether a load is waiting."""
+_Event: Any = torch.cuda.Event
+_Stream: Any = torch.cuda.Stream
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +55,8 @@ class _Copy:
     """Of a load: so many layers of the model are there (or, on an accelerator, queued)."""
     events: list[tuple[int, Any]] = field(default_factory=list)
     """Of a load on an accelerator: (layers, event that is behind them), ascending."""
+    stamped: Any = None
+    """Of a load on an accelerator: the event behind its stamps."""
     done: MoveDone | None = None
 
 
@@ -87,8 +93,13 @@ class Mover:
         self._on_cpu = all(pool.spec.device == "cpu" for pool in device.values())
         self._streams: dict[MoveKind, Any] = {}
         """On an accelerator: one for each direction."""
+        self._stamp_streams: dict[MoveKind, Any] = {}
+        """And one for the kernels of each, which go before those of a step."""
+        self._cuda: CudaLibrary | None = None
         if not self._on_cpu:
-            self._streams = {kind: torch.cuda.Stream() for kind in MoveKind}  # type: ignore[no-untyped-call]
+            self._streams = {kind: _Stream() for kind in MoveKind}
+            self._stamp_streams = {kind: _Stream(priority=-1) for kind in MoveKind}
+            self._cuda = CudaLibrary(self._streams[MoveKind.LOAD].cuda_stream)
         self._loads: deque[_Copy] = deque()
         self._backups: deque[_Copy] = deque()
         self._open: dict[int, _Copy] = {}
@@ -114,7 +125,7 @@ class Mover:
             by_op.setdefault(move.op, []).append(move)
         fence = None
         if not self._on_cpu:
-            fence = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            fence = _Event()
             fence.record()
         with self._workers:
             self._check()
@@ -173,6 +184,7 @@ class Mover:
                 self._check()
         for layers, event in copy.events:
             if layers > layer:
+                torch.cuda.current_stream().wait_event(copy.stamped)
                 torch.cuda.current_stream().wait_event(event)
                 break
 
@@ -191,9 +203,9 @@ class Mover:
         begin = self._clock.now()
         error = ""
         try:
-            with self._on_stream(copy):
+            with self._until_it_ends(copy):
                 self._load(copy) if copy.kind is MoveKind.LOAD else self._back_up(copy)
-        except (ValueError, RuntimeError, MemoryError, OSError) as failure:
+        except (ValueError, RuntimeError, MemoryError, OSError, CudaFailed) as failure:
             error = f"{type(failure).__name__}: {failure}"
         seconds = self._clock.now() - begin
         moved = sum(len(move.source) * self._host[move.part].page_bytes for move in copy.moves)
@@ -208,51 +220,70 @@ class Mover:
             self._workers.notify()
 
     @contextmanager
-    def _on_stream(self, copy: _Copy) -> Iterator[None]:
-        """On an accelerator: what is queued inside goes to the stream of its direction, and has ended behind it."""
-        if copy.fence is None:
+    def _until_it_ends(self, copy: _Copy) -> Iterator[None]:
+        """What an accelerator was told inside has ended behind it, also what was told before an error."""
+        try:
+            yield
+        finally:
+            if copy.fence is not None:
+                ends = [_Event(blocking=True) for _ in range(2)]
+                for end, streams in zip(ends, (self._streams, self._stamp_streams), strict=True):
+                    end.record(streams[copy.kind])
+                for end in ends:
+                    if not end.query():
+                        end.synchronize()
+
+    @contextmanager
+    def _queued(self, copy: _Copy, streams: Mapping[MoveKind, Any]) -> Iterator[None]:
+        """What an accelerator is told inside goes to this stream of the direction, behind the fence."""
+        if self._cuda is None:
             yield
             return
-        stream = self._streams[copy.kind]
+        stream = streams[copy.kind]
+        with self._cuda as cuda:
+            cuda.wait(stream.cuda_stream, copy.fence.cuda_event)
         with torch.cuda.stream(stream):
-            stream.wait_event(copy.fence)
-            try:
-                yield
-            finally:  # what was queued before an error reads and writes pages, too
-                ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                ended.record()
-                ended.synchronize()
+            yield
 
     def _load(self, copy: _Copy) -> None:
         layer_bytes = [len(move.source) * self._device[move.part].spec.layer_bytes for move in copy.moves]
         step = max(1, -(-_GROUP_BYTES // max(1, *layer_bytes)))
         if copy.fence is not None:
             step = max(step, -(-_ROW_BYTES // max(1, *(self._device[m.part].spec.layer_bytes for m in copy.moves))))
-        for move in copy.moves:
-            self._device[move.part].copy_stamps_in(move.target, self._host[move.part].tensor_PY, move.source)
-        for first in range(0, self._layer_count, step):
-            end = min(first + step, self._layer_count)
+        with self._queued(copy, self._stamp_streams):
             for move in copy.moves:
-                before = self._before[move.part]
-                host = self._host[move.part].tensor_PY
-                self._device[move.part].copy_in(move.target, host, move.source, before[first], before[end])
+                self._device[move.part].copy_stamps_in(move.target, self._host[move.part].tensor_PY, move.source)
             if copy.fence is not None:
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record()
-                copy.events.append((end, event))
-            with self._workers:
-                copy.layers = end
-                self._workers.notify()
+                copy.stamped = _Event()
+                copy.stamped.record()
+        with self._queued(copy, self._streams):
+            for first in range(0, self._layer_count, step):
+                end = min(first + step, self._layer_count)
+                for move in copy.moves:
+                    before = self._before[move.part]
+                    host = self._host[move.part].tensor_PY
+                    self._device[move.part].copy_in(move.target, host, move.source, before[first], before[end])
+                if copy.fence is not None:
+                    event = _Event()
+                    event.record()
+                    copy.events.append((end, event))
+                with self._workers:
+                    copy.layers = end
+                    self._workers.notify()
 
     def _back_up(self, copy: _Copy) -> None:
-        for move in copy.moves:
-            host = self._host[move.part]
-            step = max(1, len(move.source) if copy.fence is not None else _BACKUP_BYTES // max(1, host.page_bytes))
-            for at in range(0, len(move.source), step):
-                if copy.fence is None:
-                    self._loads_first()
-                span = slice(at, at + step)
-                self._device[move.part].copy_out(move.source[span], host.tensor_PY, move.target[span])
+        with self._queued(copy, self._streams):
+            for move in copy.moves:
+                host = self._host[move.part]
+                step = max(1, len(move.source) if copy.fence is not None else _BACKUP_BYTES // max(1, host.page_bytes))
+                for at in range(0, len(move.source), step):
+                    if copy.fence is None:
+                        self._loads_first()
+                    span = slice(at, at + step)
+                    self._device[move.part].copy_out(move.source[span], host.tensor_PY, move.target[span])
+        with self._queued(copy, self._stamp_streams):
+            for move in copy.moves:
+                self._device[move.part].copy_stamps_out(move.source, self._host[move.part].tensor_PY, move.target)
 
     def _loads_first(self) -> None:
         while True:

@@ -22,7 +22,7 @@ __all__ = ["SITES", "Act", "Site", "Targets"]
 Bytes = NDArray[np.uint8]
 _BURST = 64
 _OF_TIERS = ("tiers", "tp2", "pp2")
-_MOVERS = ("copy_in", "copy_stamps_in", "copy_out", "hashed_pages", "read_pages", "write_pages")
+_MOVERS = ("copy_in", "copy_stamps_in", "copy_out", "copy_stamps_out", "hashed_pages", "read_pages", "write_pages")
 _FLIP = """
 import mmap, os, sys, time
 path, places = sys.argv[1], [int(word) for word in sys.argv[2:]]

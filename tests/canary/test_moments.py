@@ -34,6 +34,7 @@ MOMENTS: dict[str, tuple[type, str, bool]] = {
     "verified at its end": (CanaryLead, "check", True),
     "about to be given back": (PageAllocator, "release", False),
     "about to be copied to the host": (DevicePool, "copy_out", False),
+    "its stamps about to be copied to the host": (DevicePool, "copy_stamps_out", False),
     "copied from the host": (DevicePool, "copy_in", True),
     "its stamps copied from the host": (DevicePool, "copy_stamps_in", True),
     "about to be sent, or landed": (DevicePool, "hashed_pages", True),

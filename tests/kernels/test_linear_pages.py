@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,7 +65,7 @@ def pools(layers: int, slots: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_page_bytes_are_page_first_then_layer_then_k_and_v(either: Kernels) -> None:
     layers = pools(2, 12)
     out = torch.zeros(2, 4 * 3 * 16, dtype=torch.uint8)
-    either.gather_pages(layers, torch.tensor([3, 1]), 3, out)
+    either.gather_pages(layers, np.array([3, 1]), 3, out)
     got = out.view(torch.bfloat16).view(2, 4, 3, 8)[..., 0]
     assert got[0].tolist() == [[lane * 64.0 + slot for slot in (9, 10, 11)] for lane in range(4)]
     assert got[1].tolist() == [[lane * 64.0 + slot for slot in (3, 4, 5)] for lane in range(4)]
@@ -75,9 +76,9 @@ def test_pages_come_back_as_they_left_and_disturb_no_other(either: Kernels, page
     rng = torch.Generator().manual_seed(page_size)
     layers = [(torch.randn(8 * page_size, 2, 4, generator=rng), torch.randn(8 * page_size, 2, 4)) for _ in range(3)]
     buffer = torch.zeros(3, page_size * 2 * 4 * 4 * 6, dtype=torch.uint8)
-    either.gather_pages(layers, torch.tensor([6, 2, 5]), page_size, buffer)
+    either.gather_pages(layers, np.array([6, 2, 5]), page_size, buffer)
     other = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in layers]
-    either.scatter_pages(other, torch.tensor([1, 7, 3]), page_size, buffer)
+    either.scatter_pages(other, np.array([1, 7, 3]), page_size, buffer)
     for mine, theirs in zip(layers, other, strict=True):
         for source, target in zip(mine, theirs, strict=True):
             from_pages, to_pages = source.view(8, page_size, 2, 4), target.view(8, page_size, 2, 4)
@@ -89,27 +90,27 @@ def test_page_moves_that_do_not_fit_are_refused(either: Kernels) -> None:
     layers = pools(1, 8)
     buffer = torch.zeros(1, 4 * 16 * 2, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"pages 2 \.\. 2"):
-        either.gather_pages(layers, torch.tensor([2]), 4, buffer)
+        either.gather_pages(layers, np.array([2]), 4, buffer)
     with pytest.raises(ValueError, match="pages -1"):
-        either.scatter_pages(layers, torch.tensor([-1]), 4, buffer)
+        either.scatter_pages(layers, np.array([-1]), 4, buffer)
     with pytest.raises(ValueError, match="page buffer"):
-        either.gather_pages(layers, torch.tensor([0, 1]), 4, buffer)
+        either.gather_pages(layers, np.array([0, 1]), 4, buffer)
     with pytest.raises(ValueError, match="no whole number of pages"):
-        either.gather_pages(layers, torch.tensor([0]), 3, torch.zeros(1, 3 * 16 * 2, dtype=torch.uint8))
+        either.gather_pages(layers, np.array([0]), 3, torch.zeros(1, 3 * 16 * 2, dtype=torch.uint8))
 
 
 def test_pages_go_to_rows_that_lie_apart_and_a_layer_at_a_time(either: Kernels) -> None:
     layers = pools(3, 12)
     wide = torch.zeros(5, 3 * 3 * 32 + 7, dtype=torch.uint8)
     everything = wide[:, : 3 * 3 * 32]
-    either.gather_pages(layers, torch.tensor([3, 1]), 3, everything, torch.tensor([4, 0]))
+    either.gather_pages(layers, np.array([3, 1]), 3, everything, np.array([4, 0]))
     plain = torch.zeros(2, 3 * 3 * 32, dtype=torch.uint8)
-    either.gather_pages(layers, torch.tensor([3, 1]), 3, plain)
+    either.gather_pages(layers, np.array([3, 1]), 3, plain)
     assert torch.equal(wide[[4, 0], : 3 * 3 * 32], plain)
     assert wide[1:4].max() == 0
     assert wide[:, 3 * 3 * 32 :].max() == 0
     other = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in layers]
-    either.scatter_pages(other[1:2], torch.tensor([2, 0]), 3, wide[:, 96:192], torch.tensor([0, 4]))
+    either.scatter_pages(other[1:2], np.array([2, 0]), 3, wide[:, 96:192], np.array([0, 4]))
     assert torch.equal(other[1][0].view(4, 3, 2, 4)[[2, 0]], layers[1][0].view(4, 3, 2, 4)[[1, 3]])
     assert torch.equal(other[1][1].view(4, 3, 2, 4)[[2, 0]], layers[1][1].view(4, 3, 2, 4)[[1, 3]])
     assert all(lane.abs().max() == 0 for pair in (other[0], other[2]) for lane in pair)
@@ -119,6 +120,6 @@ def test_pages_go_to_rows_that_lie_apart_and_a_layer_at_a_time(either: Kernels) 
 def test_rows_outside_of_the_buffer_are_refused(either: Kernels) -> None:
     layers, buffer = pools(1, 8), torch.zeros(3, 4 * 16 * 2, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"rows 3 \.\. 3"):
-        either.gather_pages(layers, torch.tensor([1]), 4, buffer, torch.tensor([3]))
+        either.gather_pages(layers, np.array([1]), 4, buffer, np.array([3]))
     with pytest.raises(ValueError, match="2 rows for 1 pages"):
-        either.scatter_pages(layers, torch.tensor([1]), 4, buffer, torch.tensor([0, 1]))
+        either.scatter_pages(layers, np.array([1]), 4, buffer, np.array([0, 1]))

@@ -60,6 +60,8 @@ def test_pages_go_out_and_come_back_some_layers_at_a_time_to_other_pages() -> No
     pages, rows, targets = np.array([6, 1, 3]), np.array([2, 0, 3]), np.array([2, 4, 5])
     buffer = torch.zeros((4, whole.page_bytes), dtype=torch.uint8)
     whole.copy_out(pages, buffer, rows)
+    assert not buffer[:, whole.spec.kv_bytes :].any(), "stamps went with the rows"
+    whole.copy_stamps_out(pages, buffer, rows)
     assert np.array_equal(buffer.numpy()[rows], apart.read_pages(pages))
     assert not buffer[1].any()
     before = whole.read_pages(np.arange(PAGES))

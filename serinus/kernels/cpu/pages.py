@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.checks import check_pages
@@ -27,10 +27,10 @@ _SERIAL_BYTES = 1 << 17
 
 def gather_pages(
     layers_kv: LayersKv,
-    pages_G: Tensor,
+    pages_G: NDArray[np.integer[Any]],
     page_size: int,
     out_RY: Tensor,
-    rows_G: Tensor | None = None,
+    rows_G: NDArray[np.integer[Any]] | None = None,
 ) -> None:
     """Copy pages out of the pools into `out_RY`; see the reference. With `rows_G` on the calling thread alone."""
     _move(layers_kv, pages_G, page_size, out_RY, rows_G, outward=True)
@@ -38,10 +38,10 @@ def gather_pages(
 
 def scatter_pages(
     layers_kv: LayersKv,
-    pages_G: Tensor,
+    pages_G: NDArray[np.integer[Any]],
     page_size: int,
     bytes_RY: Tensor,
-    rows_G: Tensor | None = None,
+    rows_G: NDArray[np.integer[Any]] | None = None,
 ) -> None:
     """Copy pages from `bytes_RY` into the pools; see the reference. With `rows_G` on the calling thread alone."""
     _move(layers_kv, pages_G, page_size, bytes_RY, rows_G, outward=False)
@@ -54,21 +54,23 @@ def warm() -> None:
 
 def _move(
     layers_kv: LayersKv,
-    pages_G: Tensor,
+    pages_G: NDArray[np.integer[Any]],
     page_size: int,
     bytes_RY: Tensor,
-    rows_G: Tensor | None,
+    rows_G: NDArray[np.integer[Any]] | None,
     *,
     outward: bool,
 ) -> None:
     check_pages(layers_kv, pages_G, page_size, bytes_RY, rows_G)
-    lanes = torch.tensor([lane.data_ptr() for pair in layers_kv for lane in pair], dtype=torch.int64)
-    count, lane_count = pages_G.shape[0], lanes.shape[0]
+    lanes = np.array([lane.data_ptr() for pair in layers_kv for lane in pair], dtype=np.int64)
+    pages, rows = (None if ids is None else np.ascontiguousarray(ids, dtype=np.int64) for ids in (pages_G, rows_G))
+    assert pages is not None
+    count, lane_count = len(pages), len(lanes)
     # A caller that names rows copies beside a running step, from a thread of its own: a second team of OpenMP threads
     # would take the cores from the step's.
     alone = rows_G is not None or bytes_RY.numel() < _SERIAL_BYTES
     arguments = _Arguments(
-        0, lanes.data_ptr(), pages_G.data_ptr(), 0 if rows_G is None else rows_G.data_ptr(), bytes_RY.data_ptr(),
+        0, lanes.ctypes.data, pages.ctypes.data, 0 if rows is None else rows.ctypes.data, bytes_RY.data_ptr(),
         bytes_RY.stride(0), lane_count, count, bytes_RY.shape[1] // lane_count, int(outward),
     )  # fmt: skip
     _body(VERSION)(arguments, 1 if alone else thread_count())

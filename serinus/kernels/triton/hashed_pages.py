@@ -27,13 +27,13 @@ def hashed_pages(
     the device where pages are read."""
     width, count, device = check_hashed(lanes, pages_G, rows_GY), len(pages_G), lanes[0].device
     staged_GY = torch.empty((count, width), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    pages = torch.from_numpy(np.ascontiguousarray(pages_G))
+    places = [(lane.data_ptr(), lane.shape[1]) for lane in lanes]
     if inward and rows_GY is not None:
         staged_GY.numpy()[:] = rows_GY  # the buffer may change: what is hashed is what is written
-        move_pages(lanes, pages, staged_GY.to(device, non_blocking=True), None, outward=False)
+        move_pages(places, device, pages_G, staged_GY.to(device, non_blocking=True), None, outward=False)
     else:
         found_GY = torch.empty((count, width), dtype=torch.uint8, device=device)
-        move_pages(lanes, pages, found_GY, None, outward=True)
+        move_pages(places, device, pages_G, found_GY, None, outward=True)
         staged_GY.copy_(found_GY)
         if rows_GY is not None:
             rows_GY[:] = staged_GY.numpy()

@@ -6,13 +6,16 @@ S = slots, G = pages moved, R = rows of the byte buffer, Y = bytes of one page o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.kernels.checks import check_pages
@@ -24,71 +27,73 @@ _UNITS = {8: torch.int64, 2: torch.int16, 1: torch.int8}
 
 
 def gather_pages(
-    layers_kv: LayersKv, pages_G: Tensor, page_size: int, out_RY: Tensor,
-    rows_G: Tensor | None = None,
+    layers_kv: LayersKv, pages_G: NDArray[np.integer[Any]], page_size: int, out_RY: Tensor,
+    rows_G: NDArray[np.integer[Any]] | None = None,
 ) -> None:  # fmt: skip
     """Copy pages out of the pools; see the reference. Cost: one read and one write; waits where the buffer is the
     host's, but for rows of pinned memory, which are written in place."""
     check_pages(layers_kv, pages_G, page_size, out_RY, rows_G)
-    lanes = _lanes(layers_kv, page_size)
-    device = lanes[0].device
+    lanes, device = _lanes(layers_kv, page_size), layers_kv[0][0].device
     if _in_reach(out_RY, rows_G, device):
-        move_pages(lanes, pages_G, out_RY, rows_G, outward=True)
+        move_pages(lanes, device, pages_G, out_RY, rows_G, outward=True)
         return
     found_GY = torch.empty((len(pages_G), out_RY.shape[1]), dtype=torch.uint8, device=device)
-    move_pages(lanes, pages_G, found_GY, None, outward=True)
+    move_pages(lanes, device, pages_G, found_GY, None, outward=True)
     if rows_G is None:
         out_RY.copy_(found_GY)
     else:
-        out_RY[rows_G] = found_GY.to(out_RY.device)
+        out_RY[torch.from_numpy(rows_G)] = found_GY.to(out_RY.device)
 
 
 def scatter_pages(
-    layers_kv: LayersKv, pages_G: Tensor, page_size: int, bytes_RY: Tensor,
-    rows_G: Tensor | None = None,
+    layers_kv: LayersKv, pages_G: NDArray[np.integer[Any]], page_size: int, bytes_RY: Tensor,
+    rows_G: NDArray[np.integer[Any]] | None = None,
 ) -> None:  # fmt: skip
     """Copy pages into the pools: the reverse of `gather_pages`."""
     check_pages(layers_kv, pages_G, page_size, bytes_RY, rows_G)
-    lanes = _lanes(layers_kv, page_size)
-    device = lanes[0].device
+    lanes, device = _lanes(layers_kv, page_size), layers_kv[0][0].device
     if _in_reach(bytes_RY, rows_G, device):
-        move_pages(lanes, pages_G, bytes_RY, rows_G, outward=False)
+        move_pages(lanes, device, pages_G, bytes_RY, rows_G, outward=False)
         return
-    found_GY = bytes_RY if rows_G is None else bytes_RY[rows_G]
-    move_pages(lanes, pages_G, found_GY.to(device), None, outward=False)
+    found_GY = bytes_RY if rows_G is None else bytes_RY[torch.from_numpy(rows_G)]
+    move_pages(lanes, device, pages_G, found_GY.to(device), None, outward=False)
 
 
-def _in_reach(bytes_RY: Tensor, rows_G: Tensor | None, device: torch.device) -> bool:
+def _in_reach(bytes_RY: Tensor, rows_G: NDArray[np.integer[Any]] | None, device: torch.device) -> bool:
     """Whether kernels read and write the buffer where it lies. Rows of pinned memory are small beside what the copy
     engine moves for them, which would take as long for each of them as for 80 KB."""
     return bytes_RY.device == device or (rows_G is not None and device.type == "cuda" and bytes_RY.is_pinned())
 
 
-def _lanes(layers_kv: LayersKv, page_size: int) -> list[Tensor]:
-    """uint8 [P, W] of each half of each layer."""
-    pages = layers_kv[0][0].shape[0] // page_size
-    return [half.view(torch.uint8).view(pages, -1) for pair in layers_kv for half in pair]
+def _lanes(layers_kv: LayersKv, page_size: int) -> list[tuple[int, int]]:
+    """Of each half of each layer its address, and the bytes of a page of it."""
+    lanes = [half for pair in layers_kv for half in pair]
+    return [(half.data_ptr(), page_size * math.prod(half.shape[1:]) * half.element_size()) for half in lanes]
 
 
 def move_pages(
-    lanes: Sequence[Tensor], pages_G: Tensor, bytes_RY: Tensor, rows_G: Tensor | None, *, outward: bool
-) -> None:
-    """Between lanes, uint8 [P, W] each, and rows of a buffer that their device reaches: page pages_G[g] and row
-    rows_G[g], or g. Outward: into the buffer."""
-    if not len(pages_G):
+    lanes: Sequence[tuple[int, int]], device: torch.device, pages_G: NDArray[np.integer[Any]], bytes_RY: Tensor,
+    rows_G: NDArray[np.integer[Any]] | None, *, outward: bool,
+) -> None:  # fmt: skip
+    """Between lanes of a device (address, bytes of a page) and rows of a uint8 buffer that it reaches: page pages_G[g]
+    and row rows_G[g], or g. Outward: into the buffer.
+
+    Threads call this beside those that compute, so it makes few calls of torch: each gives up the interpreter's lock.
+    With thirty of them an op of 64 pages took 4 to 6 ms of a thread beside a decode, longer than the copy.
+    """
+    count = len(pages_G)
+    if not count:
         return
-    widths = tuple(lane.shape[1] for lane in lanes)
-    odd = (*widths, bytes_RY.stride(0), bytes_RY.data_ptr(), *(lane.data_ptr() for lane in lanes))
+    addresses, widths = zip(*lanes, strict=True)
+    odd = (*widths, bytes_RY.stride(0), bytes_RY.data_ptr(), *addresses)
     unit = next(unit for unit in _UNITS if not any(each % unit for each in odd))
-    device, count = lanes[0].device, len(pages_G)
-    table_3L = _table(tuple(lane.data_ptr() for lane in lanes), widths, unit, device)
-    ids_2G = torch.empty((2, count + count % 2), dtype=torch.int64, device=pages_G.device)  # both begin at 16 bytes
-    ids_2G[0, :count] = pages_G
+    ids_2G = np.empty((1 if rows_G is None else 2, count), dtype=np.int64)
+    ids_2G[0] = pages_G
     if rows_G is not None:
-        ids_2G[1, :count] = rows_G
-    with read_in_place(ids_2G, device) as there_2G:
+        ids_2G[1] = rows_G
+    with read_in_place(ids_2G, device) as ids:
         _move[(count, len(lanes), triton.cdiv(max(widths) // unit, _BLOCK))](
-            table_3L, len(lanes), there_2G[0], there_2G[1], bytes_RY.view(torch.uint8), bytes_RY.stride(0) // unit,
+            _table(addresses, widths, unit, device), len(lanes), ids, count, bytes_RY, bytes_RY.stride(0) // unit,
             UNIT=unit, OUTWARD=outward, HAS_ROWS=rows_G is not None, BLOCK=_BLOCK,
         )  # fmt: skip
 
@@ -103,9 +108,9 @@ def _table(addresses: tuple[int, ...], widths: tuple[int, ...], unit: int, devic
 _jit: Any = triton.jit
 
 
-@_jit
+@_jit(do_not_specialize=["count"])
 def _move(
-    table, lanes, pages, rows, buffer, stride,
+    table, lanes, ids, count, buffer, stride,
     UNIT: tl.constexpr, OUTWARD: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     g, lane = tl.program_id(0), tl.program_id(1)
@@ -115,8 +120,8 @@ def _move(
     inside = w < width
     row = g.to(tl.int64)
     if HAS_ROWS:
-        row = tl.load(rows + g)
-    here = tl.load(table + lane).to(tl.pointer_type(dtype)) + tl.load(pages + g) * width + w
+        row = tl.load(ids + count + g)
+    here = tl.load(table + lane).to(tl.pointer_type(dtype)) + tl.load(ids + g) * width + w
     there = buffer.to(tl.pointer_type(dtype)) + row * stride + start + w
     if OUTWARD:
         tl.store(there, tl.load(here, mask=inside, other=0), mask=inside)

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -20,22 +22,33 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def read_in_place(values: Tensor, device: torch.device) -> Iterator[Tensor]:
-    """The values for kernels that are started inside, which read a few of them: from pinned memory of the host, with no
-    copy to the device. Where pages leave, such a copy would queue behind all that are on their way in."""
-    if device.type != "cuda" or values.device == device:
-        yield values.to(device)
+def read_in_place(values_N: NDArray[np.int64], device: torch.device) -> Iterator[Tensor]:
+    """The values, in their order and perhaps with others behind, for kernels that are started inside, which read a few
+    of them: from pinned memory of the host, with no copy to the device. Where pages leave, such a copy would queue
+    behind all that are on their way in."""
+    if device.type != "cuda":
+        yield torch.from_numpy(values_N)
         return
-    pinned = values.pin_memory()
+    pinned = _lent(values_N.size)
+    pinned.numpy()[: values_N.size] = values_N.reshape(-1)
     yield pinned
     read = torch.cuda.Event()  # type: ignore[no-untyped-call]
     read.record(torch.cuda.current_stream(device))
     with _LOCK:
-        while _LENT and _LENT[0][0].query():
-            _LENT.popleft()
         _LENT.append((read, pinned))
 
 
+def _lent(size: int) -> Tensor:
+    """Pinned memory for so many values, which no kernel reads any more."""
+    with _LOCK:
+        while _LENT and _LENT[0][0].query():
+            _, pinned = _LENT.popleft()
+            if len(pinned) >= size:
+                return pinned
+    return torch.empty(max(_SIZE_MIN, 1 << (size - 1).bit_length()), dtype=torch.int64, pin_memory=True)
+
+
+_SIZE_MIN = 512
 _LENT: deque[tuple[Any, Tensor]] = deque()
 """Values that kernels read in place, with the event behind these."""
 _LOCK = threading.Lock()
