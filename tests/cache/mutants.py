@@ -380,16 +380,28 @@ def _hangs(signum: int, frame: FrameType | None) -> None:
     raise AssertionError(f"still running after {SECONDS_MAX} s")
 
 
-def seeds_until_red(*, rewrite_rows: bool = True) -> tuple[int, str]:
-    """How many seeds it takes until an oracle fails, and what it says; (0, "") if none does within SEEDS."""
+LATE = {
+    "clean is said of half a copy": 390,
+    "storage keys leave out the request's namespace": 65,
+    "a node that goes leaves its descendants on the host": 75,
+    "a backup copies one part only": 55,
+    "a part that covers whole prefixes is not loaded back": 40,
+    "priorities are forgotten by the policy": 40,
+}
+"""Faults that take long to be found, and a seed behind which they soon are: tests begin there."""
+
+
+def seeds_until_red(first: int = 0, *, rewrite_rows: bool = True) -> tuple[int, str]:
+    """How many seeds it takes until an oracle fails, and what it says; (0, "") if none of SEEDS does. `first`: where to
+    begin; those before it come last."""
     before = signal.signal(signal.SIGALRM, _hangs)
     try:
-        for seed in range(SEEDS):
+        for count, seed in enumerate([*range(first, SEEDS), *range(first)], start=1):
             signal.alarm(SECONDS_MAX)
             try:
                 drive(serinus.cache, seed, STEPS, rewrite_rows=rewrite_rows)
             except (AssertionError, SerinusError, LookupError, ValueError, TypeError, AttributeError) as error:
-                return seed + 1, f"{type(error).__name__}: {error}"
+                return count, f"{type(error).__name__}: {error}"
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from serinus.cache import PrefixCache
-from tests.cache.mutants import MUTANTS, NAMED, Mutant, seeds_until_red
+from tests.cache.mutants import LATE, MUTANTS, NAMED, Mutant, seeds_until_red
 
 
 def test_a_scheduler_that_skips_the_row_rewrite_is_caught() -> None:
@@ -19,7 +19,7 @@ def test_a_scheduler_that_skips_the_row_rewrite_is_caught() -> None:
 
 def _caught(mutant: Mutant) -> None:
     with mutant.planted():
-        seeds, _ = seeds_until_red()
+        seeds, _ = seeds_until_red(LATE.get(mutant.name, 0))
     assert seeds, f"the oracles do not see: {mutant.name}"
 
 
@@ -52,4 +52,5 @@ def test_the_real_cache_is_back_after_a_mutant() -> None:
 
 
 def test_each_fault_has_a_name_of_its_own() -> None:
+    assert LATE.keys() <= {mutant.name for mutant in MUTANTS}
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS), "two faults have one name"
