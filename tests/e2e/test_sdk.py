@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,12 @@ def ask(talk: Talk, seed: int, messages: list[Any] = MESSAGES, **about: Any) -> 
     return choice, calls
 
 
+def asked(talk: Talk, **about: Any) -> list[tuple[Any, list[tuple[str, Any]]]]:
+    """The answers of all SEEDS, made side by side."""
+    with ThreadPoolExecutor(len(SEEDS)) as pool:
+        return list(pool.map(lambda seed: ask(talk, seed, **about), SEEDS))
+
+
 def test_one_function_is_called(talk: Talk) -> None:
     named: Any = {"type": "function", "function": {"name": "area"}}
     for choice in ("required", named):
@@ -180,13 +187,13 @@ def test_one_of_several_functions_is_called(talk: Talk) -> None:
     for name in SCHEMAS:
         named: Any = {"type": "function", "function": {"name": name}}
         assert [each for each, _ in ask(talk, 1, tool_choice=named, **about)[1]] == [name]
-    for seed in SEEDS:
-        assert [name in SCHEMAS for name, _ in ask(talk, seed, tool_choice="required", **about)[1]] == [True]
+    for _, calls in asked(talk, tool_choice="required", **about):
+        assert [name in SCHEMAS for name, _ in calls] == [True]
 
 
 @pytest.mark.parametrize("names", [("area",), ("area", "news")])
 def test_calls_stand_side_by_side(talk: Talk, names: tuple[str, ...]) -> None:
-    rounds = [ask(talk, seed, tools=tools(*names), tool_choice="required") for seed in SEEDS]
+    rounds = asked(talk, tools=tools(*names), tool_choice="required")
     assert all(calls for _, calls in rounds)
     assert {name for _, calls in rounds for name, _ in calls} <= set(names)
     if talk[1] != "openai":  # gpt-oss writes one call in an answer
