@@ -352,6 +352,8 @@ def check_pages(
         )
     if rows and bytes_RY.stride(1) != 1:
         raise ValueError("kernels: page buffer's rows are strided, expected contiguous ones")
+    if not all(half.is_contiguous() for pair in layers_kv for half in pair):
+        raise ValueError("kernels: pools of which pages are moved are strided, expected contiguous ones")
     if k_pool.shape[0] % page_size:
         raise ValueError(f"kernels: {k_pool.shape[0]} slots are no whole number of pages of {page_size}")
     _check_inside("pages", pages_G, k_pool.shape[0] // page_size)

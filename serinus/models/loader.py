@@ -151,8 +151,12 @@ def load_model(
         files = GgufSource(Path(path), spec, dtype, device, digests, tell)
     else:
         files = SafetensorsSource(Path(path), dtype, device, digests, spec.prefix, ahead=whole, tell=tell)
-    source = _source(spec, files, kernels, dtype)
-    return Decoder(spec, source, dtype, kernels, positions, shard=shard, comm=comm)
+    try:
+        source = _source(spec, files, kernels, dtype)
+        return Decoder(spec, source, dtype, kernels, positions, shard=shard, comm=comm)
+    finally:
+        if isinstance(files, SafetensorsSource):
+            files.close()  # also where it failed: what is read ahead is on its way to memory that others get then
 
 
 def _source(

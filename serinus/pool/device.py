@@ -142,18 +142,19 @@ class DevicePool:
         stamp_shape = (2 * spec.halves, spec.slot_count, STAMP_FIELDS)
         self.stamps_LS4: Tensor | None = None
         """The canary's stamps, int64 [2 * halves, S, STAMP_FIELDS], where the pool keeps them."""
-        self._strips: list[tuple[Strips, int]] = []
+        self._strips: list[Strips] = []
+        """KV, then stamps, as far as the pool has them."""
         if self.pages_PY is not None and self.layers:
-            self._strips = [(((self.pages_PY.view(spec.slot_count, 1, spec.slot_bytes),),), 0)]
+            self._strips = [((self.pages_PY.view(spec.slot_count, 1, spec.slot_bytes),),)]
         elif self.layers:
-            self._strips = [(self.layers, 0)]
+            self._strips = [self.layers]
         if spec.stamp_bytes:
             self.stamps_LS4 = (
                 _zeros(spec.stamp_bytes * spec.page_count, spec.device).view(torch.int64).view(stamp_shape)
             )
             lanes_S14 = self.stamps_LS4.view(-1, spec.slot_count, 1, STAMP_FIELDS)
-            self._strips.append(((tuple(lanes_S14),), spec.kv_bytes))
-        self._lanes = [lane for strips, _ in self._strips for lane in self._page_lanes(strips)]
+            self._strips.append((tuple(lanes_S14),))
+        self._lanes = [lane for strips in self._strips for lane in self._page_lanes(strips)]
 
     @property
     def page_bytes(self) -> int:
@@ -215,7 +216,7 @@ class DevicePool:
     def read_stamps(self, pages: NDArray[np.integer]) -> NDArray[np.uint8]:
         """The stamps of pages alone, [G, stamp_bytes], as `read_pages` has them; the pool keeps some. Waits for the
         device."""
-        strips, part_GZ = self._strips[-1][0], torch.empty((len(pages), self.spec.stamp_bytes), dtype=torch.uint8)
+        strips, part_GZ = self._strips[-1], torch.empty((len(pages), self.spec.stamp_bytes), dtype=torch.uint8)
         self._kernels.gather_pages(strips, pages, self.spec.page_size, part_GZ)
         return part_GZ.numpy()
 
@@ -224,7 +225,7 @@ class DevicePool:
         rows_GZ = _tensor_of(rows)
         if self.spec.device != "cpu":
             rows_GZ = rows_GZ.pin_memory().to(self.spec.device, non_blocking=True)
-        self._kernels.scatter_pages(self._strips[-1][0], pages, self.spec.page_size, rows_GZ)
+        self._kernels.scatter_pages(self._strips[-1], pages, self.spec.page_size, rows_GZ)
 
     def warm_stamps(self) -> None:
         """Make both ready, on the padding page; nothing where the pool keeps none."""
@@ -297,18 +298,18 @@ class DevicePool:
     def copy_stamps_out(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
         """As `copy_out`, the stamps alone, by a kernel; nothing where the pool keeps none."""
         if self.spec.stamp_bytes:
-            strips, size = self._strips[1][0], self.spec.page_size
+            strips, size = self._strips[1], self.spec.page_size
             self._kernels.gather_pages(strips, pages, size, self._columns(1, bytes_RY), rows)
 
     def copy_stamps_in(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
         """The reverse of `copy_stamps_out`."""
         if self.spec.stamp_bytes:
-            strips, size = self._strips[1][0], self.spec.page_size
+            strips, size = self._strips[1], self.spec.page_size
             self._kernels.scatter_pages(strips, pages, size, self._columns(1, bytes_RY), rows)
 
     def _parts(self, bytes_RY: Tensor) -> list[tuple[Strips, Tensor]]:
         """The strips of this pool, each with its columns of a buffer of whole pages."""
-        return [(strips, self._columns(i, bytes_RY)) for i, (strips, _) in enumerate(self._strips)]
+        return [(strips, self._columns(i, bytes_RY)) for i, strips in enumerate(self._strips)]
 
     def _columns(self, index: int, bytes_RY: Tensor) -> Tensor:
         """The columns of one of them."""

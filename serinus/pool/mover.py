@@ -25,7 +25,6 @@ from serinus.core.clock import Clock
 from serinus.core.errors import InvariantError
 from serinus.core.moves import Move, MoveDone, MoveKind
 from serinus.core.parts import Part
-from serinus.kernels import CudaFailed, CudaLibrary
 from serinus.pool.device import DevicePool
 from serinus.pool.host import HostPool
 from serinus.pool.workers import Task, ThreadWorkers, Workers
@@ -56,7 +55,7 @@ class _Copy:
     events: list[tuple[int, Any]] = field(default_factory=list)
     """Of a load on an accelerator: (layers, event that is behind them), ascending."""
     stamped: Any = None
-    """Of a load on an accelerator: the event behind its stamps."""
+    """Of a load on an accelerator: the event behind its stamps, where there are some."""
     done: MoveDone | None = None
 
 
@@ -94,12 +93,11 @@ class Mover:
         self._streams: dict[MoveKind, Any] = {}
         """On an accelerator: one for each direction."""
         self._stamp_streams: dict[MoveKind, Any] = {}
-        """And one for the kernels of each, which go before those of a step."""
-        self._cuda: CudaLibrary | None = None
+        """And one for the kernels of each, which go before those of a step, where there are stamps."""
         if not self._on_cpu:
             self._streams = {kind: _Stream() for kind in MoveKind}
-            self._stamp_streams = {kind: _Stream(priority=-1) for kind in MoveKind}
-            self._cuda = CudaLibrary(self._streams[MoveKind.LOAD].cuda_stream)
+            if any(pool.spec.stamp_bytes for pool in device.values()):
+                self._stamp_streams = {kind: _Stream(priority=-1) for kind in MoveKind}
         self._loads: deque[_Copy] = deque()
         self._backups: deque[_Copy] = deque()
         self._open: dict[int, _Copy] = {}
@@ -182,9 +180,10 @@ class Mover:
             with self._workers:
                 self._workers.wait_for(lambda: copy.layers > layer or copy.done is not None)
                 self._check()
+        if layer == 0 and copy.stamped is not None:
+            torch.cuda.current_stream().wait_event(copy.stamped)
         for layers, event in copy.events:
             if layers > layer:
-                torch.cuda.current_stream().wait_event(copy.stamped)
                 torch.cuda.current_stream().wait_event(event)
                 break
 
@@ -205,7 +204,7 @@ class Mover:
         try:
             with self._until_it_ends(copy):
                 self._load(copy) if copy.kind is MoveKind.LOAD else self._back_up(copy)
-        except (ValueError, RuntimeError, MemoryError, OSError, CudaFailed) as failure:
+        except (ValueError, RuntimeError, MemoryError, OSError) as failure:
             error = f"{type(failure).__name__}: {failure}"
         seconds = self._clock.now() - begin
         moved = sum(len(move.source) * self._host[move.part].page_bytes for move in copy.moves)
@@ -226,9 +225,10 @@ class Mover:
             yield
         finally:
             if copy.fence is not None:
-                ends = [_Event(blocking=True) for _ in range(2)]
-                for end, streams in zip(ends, (self._streams, self._stamp_streams), strict=True):
-                    end.record(streams[copy.kind])
+                ends = []
+                for streams in filter(None, (self._streams, self._stamp_streams)):
+                    ends.append(_Event(blocking=True))
+                    ends[-1].record(streams[copy.kind])
                 for end in ends:
                     if not end.query():
                         end.synchronize()
@@ -236,13 +236,11 @@ class Mover:
     @contextmanager
     def _queued(self, copy: _Copy, streams: Mapping[MoveKind, Any]) -> Iterator[None]:
         """What an accelerator is told inside goes to this stream of the direction, behind the fence."""
-        if self._cuda is None:
+        if not streams:
             yield
             return
-        stream = streams[copy.kind]
-        with self._cuda as cuda:
-            cuda.wait(stream.cuda_stream, copy.fence.cuda_event)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(streams[copy.kind]):
+            streams[copy.kind].wait_event(copy.fence)
             yield
 
     def _load(self, copy: _Copy) -> None:
@@ -253,7 +251,7 @@ class Mover:
         with self._queued(copy, self._stamp_streams):
             for move in copy.moves:
                 self._device[move.part].copy_stamps_in(move.target, self._host[move.part].tensor_PY, move.source)
-            if copy.fence is not None:
+            if self._stamp_streams:
                 copy.stamped = _Event()
                 copy.stamped.record()
         with self._queued(copy, self._streams):

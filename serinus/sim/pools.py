@@ -40,6 +40,8 @@ class SimPool(DevicePool):
     def __init__(self, spec: PoolSpec, kernels: Kernels, faults: PoolFaults, part: Part) -> None:
         super().__init__(spec, kernels)
         self._faults, self._part = faults, part
+        self._odd: dict[int, int] = {}
+        """Of rows that a copy to the host left out, 0, or took from another page: that page. Stamps go the same way."""
         if spec.stamped:
             for pair in self.layers:
                 for lane in pair:
@@ -56,11 +58,20 @@ class SimPool(DevicePool):
         if self._faults.copy_fails():
             bytes_RY.numpy()[rows] = _BROKEN
             raise OSError("sim: the copy failed")
+        for row in rows.tolist():
+            self._odd.pop(row, None)
         if self._faults.copy_errs():
             if self._faults.rng.random() < 0.5:
+                self._odd |= dict.fromkeys(rows.tolist(), 0)
                 return
             pages = self._others(pages)
+            self._odd |= zip(rows.tolist(), pages.tolist(), strict=True)
         super().copy_out(pages, bytes_RY, rows)
+
+    def copy_stamps_out(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
+        """See DevicePool: those of the pages that `copy_out` took."""
+        took = np.array([self._odd.pop(row, page) for page, row in zip(pages.tolist(), rows.tolist(), strict=True)])
+        super().copy_stamps_out(took[took > 0], bytes_RY, rows[took > 0])
 
     def copy_in(
         self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer], first: int, end: int

@@ -97,6 +97,9 @@ def test_page_moves_that_do_not_fit_are_refused(either: Kernels) -> None:
         either.gather_pages(layers, np.array([0, 1]), 4, buffer)
     with pytest.raises(ValueError, match="no whole number of pages"):
         either.gather_pages(layers, np.array([0]), 3, torch.zeros(1, 3 * 16 * 2, dtype=torch.uint8))
+    turned = [tuple(half.transpose(1, 2) for half in pair) for pair in layers]
+    with pytest.raises(ValueError, match="strided"):
+        either.scatter_pages(turned, np.array([1]), 4, buffer)
 
 
 def test_pages_go_to_rows_that_lie_apart_and_a_layer_at_a_time(either: Kernels) -> None:

@@ -4,11 +4,12 @@ The threads are those of a GPU's; the device is a CPU."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from serinus.core.errors import ConfigError
 from serinus.kernels import load
@@ -105,6 +106,26 @@ def test_a_file_that_ends_while_it_is_read_and_another_shape_are_refused(folder:
         begun.take("model.large", (LARGE // 33, 33))
     with pytest.raises(ConfigError, match=r"has shape \[33, 40\], expected \[40, 33\]"):
         begun.take("model.layers.1.w", (40, 33))
+
+
+def test_a_load_that_fails_leaves_nothing_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read ahead goes to memory that another tensor gets after it."""
+    path = make_checkpoint(tmp_path, "llama", tokenizer=False, tie_word_embeddings=False)
+    state = load_file(path / "model.safetensors")
+    del state["model.layers.1.mlp.down_proj.weight"]
+    save_file(state, path / "model.safetensors")
+    readers: list[DeviceReader] = []
+    begin = SafetensorsSource.__init__
+
+    def threaded(self: SafetensorsSource, *words: Any, **more: Any) -> None:
+        readers.append(DeviceReader("cpu", threads=3))
+        begin(self, *words, reader=readers[-1], **more)
+
+    monkeypatch.setattr(SafetensorsSource, "__init__", threaded)
+    with pytest.raises(ConfigError, match="down_proj"):
+        load_model(load_spec(path), path, torch.float32, load("cpu", "ref"))
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        readers[0].begin(path / "config.json", 0, 1)
 
 
 def test_a_model_that_threads_have_read_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,14 +157,45 @@ def test_a_backup_that_was_waited_for_has_every_byte_and_a_load_overtakes_it() -
     mover.close()
 
 
-def test_stamps_go_with_their_pages() -> None:
+def stamped() -> tuple[DevicePool, HostPool, Mover]:
+    """One part of three layers, with stamps."""
     spec = PoolSpec(
         layer_count=3, kv_head_count=2, head_size=64, page_size=16, page_count=65, dtype=torch.bfloat16, device="cuda",
         stamped=True,
     )  # fmt: skip
     pool, host = DevicePool(spec, load("cuda")), HostPool(spec, 65)
-    mover = Mover({FULL: pool}, {FULL: host}, (FULL,) * 3, WallClock())
-    data = np.random.default_rng(5).integers(0, 256, (64, spec.page_bytes), np.uint8)
+    return pool, host, Mover({FULL: pool}, {FULL: host}, (FULL,) * 3, WallClock())
+
+
+def test_stamps_that_are_late_are_never_read_early_and_their_copy_has_not_ended() -> None:
+    """They pass on a stream of their own."""
+    pool, host, mover = stamped()
+    gate, pages = LayerGate(mover), np.arange(1, 65)
+    assert pool.stamps_LS4 is not None
+    for round_ in range(1, 4):  # what is compiled at first use takes as long as the streams are held
+        host.tensor_PY.fill_(round_)
+        with torch.cuda.stream(mover._stamp_streams[MoveKind.LOAD]):
+            torch.cuda._sleep(400_000_000)
+        mover.submit([move(round_, MoveKind.LOAD, FULL, pages, pages)])
+        gate.before(None)
+        gate.before_layer(0)
+        seen = pool.stamps_LS4.view(torch.uint8)[:, 16:].unique()
+        gate.after(None)
+        assert seen.tolist() == [round_]
+        assert [done.ok for done in mover.wait([round_])] == [True]
+        pool.stamps_LS4.view(torch.uint8).fill_(round_ + 10)
+        with torch.cuda.stream(mover._stamp_streams[MoveKind.BACKUP]):
+            torch.cuda._sleep(400_000_000)
+        mover.submit([move(round_ + 10, MoveKind.BACKUP, FULL, pages, pages)])
+        assert [done.ok for done in mover.wait([round_ + 10])] == [True]
+        assert set(np.unique(host.data_PY[1:, pool.spec.kv_bytes :]).tolist()) == {round_ + 10}
+    mover.close()
+    host.close()
+
+
+def test_stamps_go_with_their_pages() -> None:
+    pool, host, mover = stamped()
+    data = np.random.default_rng(5).integers(0, 256, (64, pool.page_bytes), np.uint8)
     pages, rows = (np.random.default_rng(seed).permutation(np.arange(1, 65)) for seed in (1, 2))
     pool.write_pages(pages, data)
     mover.submit([move(1, MoveKind.BACKUP, FULL, pages, rows)])

@@ -68,4 +68,4 @@ def scatter_pages(
 
 
 def _ids(numbers_G: NDArray[np.integer[Any]]) -> Tensor:
-    return torch.from_numpy(np.asarray(numbers_G, dtype=np.int64))
+    return torch.from_numpy(np.array(numbers_G, dtype=np.int64))

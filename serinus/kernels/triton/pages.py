@@ -42,7 +42,7 @@ def gather_pages(
     if rows_G is None:
         out_RY.copy_(found_GY)
     else:
-        out_RY[torch.from_numpy(rows_G)] = found_GY.to(out_RY.device)
+        out_RY[torch.from_numpy(np.array(rows_G, dtype=np.int64))] = found_GY.to(out_RY.device)
 
 
 def scatter_pages(
@@ -55,7 +55,7 @@ def scatter_pages(
     if _in_reach(bytes_RY, rows_G, device):
         move_pages(lanes, device, pages_G, bytes_RY, rows_G, outward=False)
         return
-    found_GY = bytes_RY if rows_G is None else bytes_RY[torch.from_numpy(rows_G)]
+    found_GY = bytes_RY if rows_G is None else bytes_RY[torch.from_numpy(np.array(rows_G, dtype=np.int64))]
     move_pages(lanes, device, pages_G, found_GY.to(device), None, outward=False)
 
 

@@ -29,26 +29,35 @@ def read_in_place(values_N: NDArray[np.int64], device: torch.device) -> Iterator
     if device.type != "cuda":
         yield torch.from_numpy(values_N)
         return
-    pinned = _lent(values_N.size)
-    pinned.numpy()[: values_N.size] = values_N.reshape(-1)
-    yield pinned
-    read = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    read.record(torch.cuda.current_stream(device))
+    words = _lent(values_N.size)
+    words.here_N[: values_N.size] = values_N.reshape(-1)
+    yield words.pinned_N
+    words.read.record(torch.cuda.current_stream(device))
     with _LOCK:
-        _LENT.append((read, pinned))
+        _LENT.append(words)
 
 
-def _lent(size: int) -> Tensor:
-    """Pinned memory for so many values, which no kernel reads any more."""
+class _Words:
+    """Pinned memory that kernels read in place."""
+
+    def __init__(self, size: int) -> None:
+        self.pinned_N = torch.empty(size, dtype=torch.int64, pin_memory=True)
+        self.here_N = self.pinned_N.numpy()
+        self.read: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        """Behind the last kernel that does."""
+
+
+def _lent(size: int) -> _Words:
+    """For so many values; no kernel reads them any more."""
     with _LOCK:
-        while _LENT and _LENT[0][0].query():
-            _, pinned = _LENT.popleft()
-            if len(pinned) >= size:
-                return pinned
-    return torch.empty(max(_SIZE_MIN, 1 << (size - 1).bit_length()), dtype=torch.int64, pin_memory=True)
+        while _LENT and _LENT[0].read.query():
+            words = _LENT.popleft()
+            if len(words.here_N) >= size:
+                return words
+    return _Words(max(_SIZE_MIN, 1 << (size - 1).bit_length()))
 
 
 _SIZE_MIN = 512
-_LENT: deque[tuple[Any, Tensor]] = deque()
-"""Values that kernels read in place, with the event behind these."""
+_LENT: deque[_Words] = deque()
+"""In the order in which kernels were started."""
 _LOCK = threading.Lock()
