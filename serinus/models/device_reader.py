@@ -87,9 +87,8 @@ class DeviceReader:
         offset. Raises OSError: the file cannot be opened."""
         if file not in self._files:
             self._files[file] = os.open(file, os.O_RDONLY)
-        there_N, opened, starts = (
-            torch.empty(count, dtype=torch.uint8, device=self._device), self._files[file], range(0, count, PIECE_BYTES)
-        )  # fmt: skip
+        there_N = torch.empty(count, dtype=torch.uint8, device=self._device)
+        opened, starts = self._files[file], range(0, count, PIECE_BYTES)
         if self._cuda is None:
             view = there_N.numpy().data
             pieces = [
