@@ -216,10 +216,9 @@ class SafetensorsSource(_PlainLinears):
                 f"models: {self._folder} holds {len(odd)} tensors that its config.json has no place for, "
                 f"e.g. {odd[0]!r}, expected none"
             )
-        self.close()
 
     def close(self) -> None:
-        """Take no more. May be called again; `finish` does."""
+        """Take no more. May be called again."""
         if self._there is not None:
             self._there.close()
 

@@ -63,8 +63,8 @@ def _move(
 ) -> None:
     check_pages(layers_kv, pages_G, page_size, bytes_RY, rows_G)
     lanes = np.array([lane.data_ptr() for pair in layers_kv for lane in pair], dtype=np.int64)
-    pages, rows = (None if ids is None else np.ascontiguousarray(ids, dtype=np.int64) for ids in (pages_G, rows_G))
-    assert pages is not None
+    pages = np.ascontiguousarray(pages_G, dtype=np.int64)
+    rows = None if rows_G is None else np.ascontiguousarray(rows_G, dtype=np.int64)
     count, lane_count = len(pages), len(lanes)
     # A caller that names rows copies beside a running step, from a thread of its own: a second team of OpenMP threads
     # would take the cores from the step's.
