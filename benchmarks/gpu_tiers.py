@@ -3,7 +3,7 @@ ways at once, and beside a decode of 64 requests, with what a decode step then l
 pinned copy of 1 GiB on the same card.
 
 Beside a decode: one engine (dummy weights, CUDA graphs) generates in turns without and with copies of other pools of
-the same shape under way, in the same process, so that the threads that copy share its lock too. A step is the mean
+the same shape under way, which its own thread asks for before each step, as the engine does. A step is the mean
 of those from the 16th to the 144th token; the loss is the median over the rounds of the ratio of neighbouring turns.
 
     python -m benchmarks.gpu_tiers [--pages 1024] [--rounds 5] [--canary none full] [--ways out in both] [--no-engine]
@@ -15,7 +15,6 @@ import argparse
 import random
 import statistics
 import tempfile
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from serinus.core.clock import WallClock
 from serinus.core.moves import Move, MoveKind
 from serinus.core.parts import Part
 from serinus.kernels import load
-from serinus.pool import DevicePool, HostPool, Mover, PoolSpec
+from serinus.pool import DeviceMover, DevicePool, HostPool, PoolSpec
 
 CLOCK = WallClock()
 MODEL = "qwen3-8b"
@@ -40,7 +39,8 @@ BATCH, CONTEXT, SHORT, LONG = 64, 1024, 16, 144
 OP_PAGES = 64
 """Pages of one copy: 151 MB."""
 UNDER_WAY = 8
-"""Copies of each direction beside a decode: each begins behind the steps that were queued when it was asked for."""
+"""Copies of each direction beside a decode, 23 ms: each begins behind the steps that were queued when it was asked
+for."""
 WAYS = {"out": (MoveKind.BACKUP,), "in": (MoveKind.LOAD,), "both": (MoveKind.BACKUP, MoveKind.LOAD)}
 
 
@@ -69,11 +69,11 @@ class Traffic:
         self.host = HostPool(spec, pages + 1)
         self.pin_s = CLOCK.now() - begin
         self.device = DevicePool(spec, load("cuda"))
-        self.mover = Mover({Part.FULL: self.device}, {Part.FULL: self.host}, (Part.FULL,) * LAYERS, CLOCK)
+        self.mover = DeviceMover({Part.FULL: self.device}, {Part.FULL: self.host}, (Part.FULL,) * LAYERS)
         order = np.random.default_rng(0)
         self.pages, self.rows = (order.permutation(np.arange(1, pages + 1, dtype=np.int32)) for _ in range(2))
         self.page_bytes = spec.page_bytes
-        self._ops = 0
+        self._ops = self._at = 0
 
     def submit(self, kind: MoveKind, at: int, count: int) -> int:
         """Begin one copy of so many pages; its number."""
@@ -100,24 +100,29 @@ class Traffic:
             best = max(best, len(ops) * OP_PAGES * self.page_bytes / len(kinds) / (CLOCK.now() - begin) / 1e9)
         return best
 
-    def run(self, kinds: tuple[MoveKind, ...], stop: threading.Event) -> None:
-        """UNDER_WAY copies of each direction until told to stop; then `moved` bytes each way in `seconds`."""
-        begin, at, half = CLOCK.now(), 0, len(self.pages) // len(kinds)
-        open_ops: list[list[int]] = []
-        self.moved, self.seconds = 0, 0.0
-        while not stop.is_set():
-            open_ops.append([self.submit(kind, i * half + at % half, OP_PAGES) for i, kind in enumerate(kinds)])
-            at += OP_PAGES
-            if len(open_ops) > UNDER_WAY:
-                self._end(open_ops.pop(0))
-        for ops in open_ops:
-            self._end(ops)
-        self.seconds = CLOCK.now() - begin
+    def begin(self, kinds: tuple[MoveKind, ...]) -> None:
+        """Copies these ways from now on, as `turn` asks for them."""
+        self.moved, self.began, self._under_way = 0, CLOCK.now(), {kind: list[int]() for kind in kinds}
 
-    def _end(self, ops: list[int]) -> None:
-        failed = [done.error for done in self.mover.wait(ops) if not done.ok]
+    def turn(self) -> None:
+        """See what has ended, and have UNDER_WAY copies of each direction again. `moved`: bytes of those that ended,
+        each way; `seconds`: until now."""
+        ended, half = self.mover.poll(), len(self.pages) // len(self._under_way)
+        failed = [done.error for done in ended if not done.ok]
         assert not failed, failed[0]
-        self.moved += OP_PAGES * self.page_bytes
+        self.moved += sum(done.byte_count for done in ended) // len(self._under_way)
+        self.seconds = CLOCK.now() - self.began
+        gone = {done.op for done in ended}
+        for i, (kind, ops) in enumerate(self._under_way.items()):
+            left = [op for op in ops if op not in gone]
+            while len(left) < UNDER_WAY:
+                left.append(self.submit(kind, i * half + self._at % half, OP_PAGES))
+                self._at += OP_PAGES
+            self._under_way[kind] = left
+
+    def end(self) -> None:
+        """Wait for those that are open."""
+        self.mover.wait([op for ops in self._under_way.values() for op in ops])
 
     def close(self) -> None:
         """Give the memory back."""
@@ -132,15 +137,15 @@ def beside(llm: LLM, traffic: Traffic, way: str, rounds: int) -> dict[str, float
     once = partial(step_ms, llm, prompts, SHORT, LONG)
     once()
     alone, with_copies, rates = [], [], []
+    engine: Any = llm
     for _ in range(rounds):
         alone.append(once())
-        stop = threading.Event()
-        thread = threading.Thread(target=traffic.run, args=(WAYS[way], stop))
-        thread.start()
+        traffic.begin(WAYS[way])
+        turn = llm._turn
+        engine._turn = lambda messages, turn=turn: (traffic.turn(), turn(messages))[1]  # `once` takes it away
         with_copies.append(once())
-        stop.set()
-        thread.join()
         rates.append(traffic.moved / traffic.seconds / 1e9)
+        traffic.end()
     losses = [b / a - 1 for a, b in zip(alone, with_copies, strict=True)]
     return {
         "step_ms": round(statistics.median(alone), 3), "step_with_copies_ms": round(statistics.median(with_copies), 3),

@@ -9,19 +9,21 @@ an event. Where a stream's queue is full such a call waits with the lock: not fo
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, Final
 
 from serinus.core.errors import SerinusError
 
-__all__ = ["CUDA_HANDLE_BYTES", "CudaFailed", "CudaLibrary", "bound", "launch_kernel"]
+__all__ = ["CUDA_HANDLE_BYTES", "CudaFailed", "CudaLibrary", "CudaMark", "bound", "launch_kernel"]
 
 CUDA_HANDLE_BYTES: Final = 64
 """Of memory that is shared."""
 _LAZY_PEER_ACCESS: Final = 1
 _NATIVE_ATOMICS: Final = 3
 _WITHOUT_TIME: Final = 2
+_SLEEPS: Final = 1
 _NOT_READY: Final = 600
 
 
@@ -74,11 +76,17 @@ class CudaLibrary:
         """Whether all that was queued has run."""
         return not self._driver.cuStreamQuery(stream)
 
-    def event(self, *, timed: bool) -> int:
-        """A new one, which has passed."""
+    def event(self, *, timed: bool, sleeps: bool = False) -> int:
+        """A new one, which has passed. `sleeps`: a thread that waits for it takes no core meanwhile."""
         found = _P()
-        self._driver.cuEventCreate(ctypes.byref(found), 0 if timed else _WITHOUT_TIME)
+        self._driver.cuEventCreate(ctypes.byref(found), (0 if timed else _WITHOUT_TIME) | (_SLEEPS if sleeps else 0))
         return int(found.value or 0)
+
+    def mark(self, stream: int, *, timed: bool = False, sleeps: bool = False) -> CudaMark:
+        """A new event that passes when what is queued on the stream now has run; see `event`."""
+        mark = CudaMark(self, self.event(timed=timed, sleeps=sleeps))
+        self.record(mark.event, stream)
+        return mark
 
     def destroy(self, event: int) -> None:
         """Give an event back, which has passed."""
@@ -144,6 +152,20 @@ class CudaLibrary:
         found = ctypes.c_int()
         self._driver.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, index, other)
         return bool(found.value)
+
+
+class CudaMark:
+    """An event that is given back with this object. (torch's gives up the interpreter's lock for that, and to be
+    recorded.)"""
+
+    __slots__ = ("_cuda", "event")
+
+    def __init__(self, cuda: CudaLibrary, event: int) -> None:
+        self._cuda, self.event = cuda, event
+
+    def __del__(self) -> None:
+        with suppress(CudaFailed), self._cuda as cuda:
+            cuda.destroy(self.event)
 
 
 def launch_kernel(function: int, grid: tuple[int, int], threads: int, shared: int, stream: int, places: Any) -> None:

@@ -4,12 +4,15 @@
 """
 
 from serinus.pool.device import DevicePool, PoolRegion, PoolSpec
+from serinus.pool.device_mover import DeviceMover
 from serinus.pool.host import HostPool, host_page_counts, map_ahead
-from serinus.pool.mover import LayerGate, Mover
+from serinus.pool.layer_gate import LayerGate
+from serinus.pool.mover import Mover
 from serinus.pool.request_table import RequestTable
 from serinus.pool.workers import Task, ThreadWorkers, Workers
 
 __all__ = [
+    "DeviceMover",
     "DevicePool",
     "HostPool",
     "LayerGate",

@@ -295,17 +295,15 @@ class DevicePool:
         self._check_on_host(pages, bytes_RY, rows)
         _move(self.pages_PY, pages, bytes_RY, rows, columns)
 
-    def copy_stamps_out(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
-        """As `copy_out`, the stamps alone, by a kernel; nothing where the pool keeps none."""
+    def copy_stamps_out(self, pages: NDArray[np.integer], stamps_RZ: Tensor, rows: NDArray[np.integer]) -> None:
+        """As `copy_out`, of stamps, to a buffer of them alone, by a kernel; nothing where the pool keeps none."""
         if self.spec.stamp_bytes:
-            strips, size = self._strips[1], self.spec.page_size
-            self._kernels.gather_pages(strips, pages, size, self._columns(1, bytes_RY), rows)
+            self._kernels.gather_pages(self._strips[1], pages, self.spec.page_size, stamps_RZ, rows)
 
-    def copy_stamps_in(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
+    def copy_stamps_in(self, pages: NDArray[np.integer], stamps_RZ: Tensor, rows: NDArray[np.integer]) -> None:
         """The reverse of `copy_stamps_out`."""
         if self.spec.stamp_bytes:
-            strips, size = self._strips[1], self.spec.page_size
-            self._kernels.scatter_pages(strips, pages, size, self._columns(1, bytes_RY), rows)
+            self._kernels.scatter_pages(self._strips[1], pages, self.spec.page_size, stamps_RZ, rows)
 
     def _parts(self, bytes_RY: Tensor) -> list[tuple[Strips, Tensor]]:
         """The strips of this pool, each with its columns of a buffer of whole pages."""

@@ -56,6 +56,8 @@ class HostPool:
         """The pages as numpy sees them: what storage reads and writes."""
         self.tensor_PY: Tensor = torch.from_numpy(self.data_PY)
         """The same memory as torch sees it: what copies from and to the device use."""
+        self.stamps_PZ: Tensor = self.tensor_PY[:, spec.kv_bytes :]
+        """Of each page the stamps alone; a view."""
         self.pinned = spec.device != "cpu" and byte_count > 0
         """Whether the memory is registered with the accelerator."""
         if self.pinned:

@@ -19,7 +19,7 @@ from serinus.core.config import ServeConfig
 from serinus.core.parts import Part
 from serinus.models import ModelSpec
 from serinus.parallel import Shard
-from serinus.pool import DevicePool, HostPool, Mover, PoolSpec, Workers, host_page_counts, map_ahead
+from serinus.pool import DeviceMover, DevicePool, HostPool, Mover, PoolSpec, Workers, host_page_counts, map_ahead
 from serinus.pool.storage import FileStorage
 from serinus.ranks.memory import available_bytes
 
@@ -33,7 +33,7 @@ class Tiers:
 
     host: Mapping[Part, HostPool]
     """Host pages of each part."""
-    mover: Mover
+    mover: Mover | DeviceMover
     """Copies between device and host."""
     storage: FileStorage | None
     """Pages in files; None = none."""
@@ -87,7 +87,11 @@ def build_tiers(
             byte_max=int(settings.hicache_storage_size * 1e9 / ranks) or None,
             clock=clock,
         )
-    mover = Mover(dict(pools), host, layer_parts, clock)
+    mover: Mover | DeviceMover
+    if all(spec.device == "cpu" for spec in specs.values()):
+        mover = Mover(pools, host, layer_parts, clock)
+    else:
+        mover = DeviceMover(pools, host, layer_parts)
     return Tiers(host=host, mover=mover, storage=storage, mapping=map_ahead(host.values()))
 
 

@@ -68,10 +68,10 @@ class SimPool(DevicePool):
             self._odd |= zip(rows.tolist(), pages.tolist(), strict=True)
         super().copy_out(pages, bytes_RY, rows)
 
-    def copy_stamps_out(self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer]) -> None:
+    def copy_stamps_out(self, pages: NDArray[np.integer], stamps_RZ: Tensor, rows: NDArray[np.integer]) -> None:
         """See DevicePool: those of the pages that `copy_out` took."""
         took = np.array([self._odd.pop(row, page) for page, row in zip(pages.tolist(), rows.tolist(), strict=True)])
-        super().copy_stamps_out(took[took > 0], bytes_RY, rows[took > 0])
+        super().copy_stamps_out(took[took > 0], stamps_RZ, rows[took > 0])
 
     def copy_in(
         self, pages: NDArray[np.integer], bytes_RY: Tensor, rows: NDArray[np.integer], first: int, end: int

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,103 +14,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from serinus.core.rng import Rng
 from serinus.kernels import CudaFailed, CudaLibrary, PoolLane
 from serinus.kernels.cuda_library import _ARGUMENTS, bound
 from serinus.kernels.ref.pull_pages import page_sums, pull_pages
 from serinus.kernels.triton.pull_pages import PagePull
 from serinus.pd.backends.cuda_pulls import DevicePull, DevicePulls, Mark
+from serinus.testing.fake_cuda import FakeCuda
 
 MODEL, IDS, PULLS, OWN, READS = range(5)
 PAGES, WIDTH = 24, 16
 
 
-@dataclass(slots=True)
-class Device:
-    """A CudaLibrary; streams are queues of what they do next, which says whether it was done."""
-
-    rng: random.Random
-    streams: list[deque[Callable[[], bool]]] = field(default_factory=lambda: [deque() for _ in range(5)])
-    recorded: list[int] = field(default_factory=lambda: [0])
-    """By event: its records, and..."""
-    passed: list[int] = field(default_factory=lambda: [0])
-    """...the last that has passed."""
-    marks: set[int] = field(default_factory=set)
-    """Those that may be destroyed before they have passed."""
-    destroyed: int = 0
-    time: int = 0
-    passed_at: dict[int, int] = field(default_factory=dict)
-
-    def __enter__(self) -> Device:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def queue(self, stream: int, work: Callable[[], object]) -> None:
-        def done() -> bool:
-            work()
-            return True
-
-        self.streams[stream].append(done)
-
-    def step(self) -> bool:
-        """One stream goes on, if one can; which, is chance."""
-        self.time += 1
-        for stream in self.rng.sample(self.streams, len(self.streams)):
-            if stream and stream[0]():
-                stream.popleft()
-                return True
-        return False
-
-    def run(self) -> None:
-        while any(self.streams):
-            assert self.step(), "streams wait for each other"
-
-    def is_idle(self, stream: int) -> bool:
-        return not self.streams[stream]
-
-    def event(self, *, timed: bool) -> int:
-        self.recorded.append(0)
-        self.passed.append(0)
-        return len(self.passed) - 1
-
-    def destroy(self, event: int) -> None:
-        assert self.has_passed(event) or event in self.marks, "of a job under way"
-        self.destroyed += 1
-
-    def record(self, event: int, stream: int) -> None:
-        self.recorded[event] += 1
-        number = self.recorded[event]
-
-        def passes() -> None:
-            self.passed[event], self.passed_at[event] = number, self.time
-
-        self.queue(stream, passes)
-
-    def wait(self, stream: int, event: int) -> None:
-        number = self.recorded[event]
-        self.streams[stream].append(lambda: self.passed[event] >= number)
-
-    def has_passed(self, event: int) -> bool:
-        return self.passed[event] == self.recorded[event]
-
-    def synchronize(self, event: int) -> None:
-        while not self.has_passed(event):
-            assert self.step(), "the host waits for what cannot run"
-
-    def seconds(self, begin: int, end: int) -> float:
-        return float(self.passed_at[end] - self.passed_at[begin])
-
-    def send(self, target: int, source: int, byte_count: int, stream: int) -> None:
-        self.queue(stream, lambda: ctypes.memmove(target, source, byte_count))
-
-    fetch = send
-
-
 class Job(PagePull):
     """The kernel's work as the reference does it, when its stream comes to it."""
 
-    def __init__(self, device: Device, own: Tensor, sources: Tensor | None) -> None:
+    def __init__(self, device: FakeCuda, own: Tensor, sources: Tensor | None) -> None:
         lanes = [[PoolLane.of(pool)] if pool is not None else [] for pool in (own, sources)]
         super().__init__(*lanes, (), torch.device("cpu"))
         self.queue, self.pools = device.queue, (own, sources)
@@ -131,7 +48,7 @@ class Job(PagePull):
 
 @dataclass(slots=True)
 class Gpu:
-    device: Device
+    device: FakeCuda
     pulls: DevicePulls
     sizes: list[int]
     """Words of each slot that was made."""
@@ -140,7 +57,7 @@ class Gpu:
 
     @classmethod
     def made(cls, seed: int) -> Gpu:
-        device, sizes = Device(random.Random(seed)), list[int]()
+        device, sizes = FakeCuda(Rng(seed)), list[int]()
 
         def allocate(word_count: int) -> tuple[Tensor, Tensor]:
             sizes.append(word_count)
@@ -314,7 +231,7 @@ def test_nothing_is_queued_for_pages_that_are_not_there(
 def test_a_slot_of_a_job_that_was_queued_in_part_is_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu.made(9)
     with monkeypatch.context() as broken:
-        broken.setattr(Device, "fetch", None)
+        broken.setattr(FakeCuda, "fetch", None)
         with pytest.raises(TypeError):
             gpu.pull(ids(1), 1, ids(3))
     gpu.device.run()

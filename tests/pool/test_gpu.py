@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from serinus.core.clock import WallClock
 from serinus.core.moves import Move, MoveKind
 from serinus.core.parts import Part
 from serinus.kernels import load
-from serinus.pool import DevicePool, HostPool, LayerGate, Mover, PoolSpec
+from serinus.pool import DeviceMover, DevicePool, HostPool, LayerGate, PoolSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +17,7 @@ FULL, SWA = Part.FULL, Part.SWA
 LAYERS = (SWA, FULL, SWA, SWA, FULL, SWA)
 
 
-def made(page_count: int = 257) -> tuple[dict[Part, DevicePool], dict[Part, HostPool], Mover]:
+def made(page_count: int = 257) -> tuple[dict[Part, DevicePool], dict[Part, HostPool], DeviceMover]:
     """Pools of random bytes on the GPU, pages of 16 tokens, 8 heads of 128, and host pools of twice the pages."""
     device, host = {}, {}
     for part in (FULL, SWA):
@@ -31,7 +30,7 @@ def made(page_count: int = 257) -> tuple[dict[Part, DevicePool], dict[Part, Host
             lane.normal_()
         host[part] = HostPool(spec, 2 * page_count)
         assert host[part].tensor_PY.is_pinned()
-    return device, host, Mover(device, host, LAYERS, WallClock())
+    return device, host, DeviceMover(device, host, LAYERS)
 
 
 def move(op: int, kind: MoveKind, part: Part, source: np.ndarray, target: np.ndarray) -> Move:
@@ -122,7 +121,7 @@ def test_a_load_that_is_late_is_never_read_early_and_the_host_does_not_wait_for_
     for round_ in range(1, 4):
         for part in (FULL, SWA):
             host[part].tensor_PY.fill_(round_)
-        held_up(mover._streams[MoveKind.LOAD])
+        held_up(mover._streams._pages[MoveKind.LOAD])
         mover.submit([move(round_, MoveKind.LOAD, part, pages, pages) for part in (FULL, SWA)])
         gate.before(None)
         seen = []
@@ -145,7 +144,7 @@ def test_a_backup_that_was_waited_for_has_every_byte_and_a_load_overtakes_it() -
     for lane in (*device[FULL].k, *device[FULL].v):
         lane.view(torch.uint8).fill_(7)
     host[FULL].tensor_PY.fill_(3)
-    held_up(mover._streams[MoveKind.BACKUP])
+    held_up(mover._streams._pages[MoveKind.BACKUP])
     mover.submit([move(1, MoveKind.BACKUP, FULL, pages, pages)])
     mover.submit([move(2, MoveKind.LOAD, FULL, pages + 128, pages + 128)])
     (done,) = mover.wait([2])
@@ -157,14 +156,14 @@ def test_a_backup_that_was_waited_for_has_every_byte_and_a_load_overtakes_it() -
     mover.close()
 
 
-def stamped() -> tuple[DevicePool, HostPool, Mover]:
+def stamped() -> tuple[DevicePool, HostPool, DeviceMover]:
     """One part of three layers, with stamps."""
     spec = PoolSpec(
         layer_count=3, kv_head_count=2, head_size=64, page_size=16, page_count=65, dtype=torch.bfloat16, device="cuda",
         stamped=True,
     )  # fmt: skip
     pool, host = DevicePool(spec, load("cuda")), HostPool(spec, 65)
-    return pool, host, Mover({FULL: pool}, {FULL: host}, (FULL,) * 3, WallClock())
+    return pool, host, DeviceMover({FULL: pool}, {FULL: host}, (FULL,) * 3)
 
 
 def test_stamps_that_are_late_are_never_read_early_and_their_copy_has_not_ended() -> None:
@@ -174,7 +173,7 @@ def test_stamps_that_are_late_are_never_read_early_and_their_copy_has_not_ended(
     assert pool.stamps_LS4 is not None
     for round_ in range(1, 4):  # what is compiled at first use takes as long as the streams are held
         host.tensor_PY.fill_(round_)
-        held_up(mover._stamp_streams[MoveKind.LOAD])
+        held_up(mover._streams._stamps[MoveKind.LOAD])
         mover.submit([move(round_, MoveKind.LOAD, FULL, pages, pages)])
         gate.before(None)
         gate.before_layer(0)
@@ -183,7 +182,7 @@ def test_stamps_that_are_late_are_never_read_early_and_their_copy_has_not_ended(
         assert seen.tolist() == [round_]
         assert [done.ok for done in mover.wait([round_])] == [True]
         pool.stamps_LS4.view(torch.uint8).fill_(round_ + 10)
-        held_up(mover._stamp_streams[MoveKind.BACKUP])
+        held_up(mover._streams._stamps[MoveKind.BACKUP])
         mover.submit([move(round_ + 10, MoveKind.BACKUP, FULL, pages, pages)])
         assert [done.ok for done in mover.wait([round_ + 10])] == [True]
         assert set(np.unique(host.data_PY[1:, pool.spec.kv_bytes :]).tolist()) == {round_ + 10}

@@ -61,7 +61,7 @@ def test_pages_go_out_and_come_back_some_layers_at_a_time_to_other_pages() -> No
     buffer = torch.zeros((4, whole.page_bytes), dtype=torch.uint8)
     whole.copy_out(pages, buffer, rows)
     assert not buffer[:, whole.spec.kv_bytes :].any(), "stamps went with the rows"
-    whole.copy_stamps_out(pages, buffer, rows)
+    whole.copy_stamps_out(pages, buffer[:, whole.spec.kv_bytes :], rows)
     assert np.array_equal(buffer.numpy()[rows], apart.read_pages(pages))
     assert not buffer[1].any()
     before = whole.read_pages(np.arange(PAGES))
@@ -72,7 +72,7 @@ def test_pages_go_out_and_come_back_some_layers_at_a_time_to_other_pages() -> No
     found[targets, columns] = before[targets, columns]
     assert np.array_equal(found, before), "more than layer 1 of these pages was written"
     whole.copy_in(targets, buffer, rows, 0, LAYERS)
-    whole.copy_stamps_in(targets, buffer, rows)
+    whole.copy_stamps_in(targets, buffer[:, whole.spec.kv_bytes :], rows)
     assert np.array_equal(whole.read_pages(targets), apart.read_pages(pages))
     assert whole.hashed_pages(targets, None, 3) == apart.hashed_pages(pages, None, 3)
 
