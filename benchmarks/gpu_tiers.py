@@ -102,16 +102,20 @@ class Traffic:
 
     def begin(self, kinds: tuple[MoveKind, ...]) -> None:
         """Copies these ways from now on, as `turn` asks for them."""
-        self.moved, self.began, self._under_way = 0, CLOCK.now(), {kind: list[int]() for kind in kinds}
+        self.moved, self.seconds, self._since = 0, 0.0, 0.0
+        self._under_way = {kind: list[int]() for kind in kinds}
 
     def turn(self) -> None:
-        """See what has ended, and have UNDER_WAY copies of each direction again. `moved`: bytes of those that ended,
-        each way; `seconds`: until now."""
+        """See what has ended, and have UNDER_WAY copies of each direction again. `moved`: bytes of those that ended
+        after the first ones, each way, within `seconds`."""
         ended, half = self.mover.poll(), len(self.pages) // len(self._under_way)
         failed = [done.error for done in ended if not done.ok]
         assert not failed, failed[0]
-        self.moved += sum(done.byte_count for done in ended) // len(self._under_way)
-        self.seconds = CLOCK.now() - self.began
+        if ended and self._since:
+            self.moved += sum(done.byte_count for done in ended) // len(self._under_way)
+            self.seconds = CLOCK.now() - self._since
+        elif ended:
+            self._since = CLOCK.now()
         gone = {done.op for done in ended}
         for i, (kind, ops) in enumerate(self._under_way.items()):
             left = [op for op in ops if op not in gone]

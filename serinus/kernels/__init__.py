@@ -21,7 +21,7 @@ from serinus.kernels.contracts import (
     WatchPlan,
     WrittenRows,
 )
-from serinus.kernels.cuda_library import CUDA_HANDLE_BYTES, CudaFailed, CudaLibrary, CudaMark
+from serinus.kernels.cuda_library import CUDA_HANDLE_BYTES, CudaFailed, CudaLibrary, CudaMark, current_stream
 from serinus.kernels.fp8 import FP8_FORMATS
 from serinus.kernels.huge_pages import collapse_to_huge_pages, populate, prefer_huge_pages
 from serinus.kernels.layers import LayerSteps, LayerWeights
@@ -68,6 +68,7 @@ __all__ = [
     "WrittenRows",
     "carry_words",
     "collapse_to_huge_pages",
+    "current_stream",
     "digest_values",
     "find_chunks",
     "load",

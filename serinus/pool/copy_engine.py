@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from serinus.kernels import current_stream
+
 _IN_STREAM_ORDER = 1
 """cudaMemcpySrcAccessOrderStream: sources are read when the stream comes to the copy."""
 
@@ -36,11 +38,6 @@ class _Attributes(ctypes.Structure):
 def _runtime() -> ctypes.CDLL:
     """The CUDA runtime that torch has loaded."""
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
-
-
-def current_stream() -> int:
-    """Of the calling thread on its current device; torch.cuda.current_stream takes ten times as long."""
-    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
 
 
 def copy_runs(targets_R: NDArray[np.int64], sources_R: NDArray[np.int64], byte_counts_R: NDArray[np.int64]) -> None:

@@ -39,8 +39,8 @@ def test_answers_are_right_and_the_canary_is_silent_whatever_went_to_pinned_memo
         assert built.canary is not None
         for turn, prompt in enumerate(PROMPTS):
             if turn % 3 == 0:  # what is evicted now waits for its backup, what is loaded comes late
-                for kind_ in MoveKind:
-                    with torch.cuda.stream(built.tiers.mover._streams[kind_]):
+                for stream in [each for kind_ in MoveKind for each in built.tiers.mover.streams.of(kind_)]:
+                    with torch.cuda.stream(stream):
                         torch.cuda._sleep(100_000_000)
             assert answers(llm, [prompt]) == [toy_continue(spec, prompt, 5)]
         stats = built.cache.stats()

@@ -46,6 +46,6 @@ def test_moving_the_stamps_of_pages_asks_torch_for_next_to_nothing(monkeypatch: 
     with Calls() as calls:
         move(strips, ids, 4, rows_RZ, rows)
     assert len(calls.names) <= 1, calls.names  # page numbers as a tensor, where there is no pinned memory for them
-    grid, _, lanes, words, count, *_ = started.starts[1]
+    grid, _, words, _, lanes, count, *_ = started.starts[1]
     assert (grid, lanes, count) == ((3, 4, 1), 4, 3)
     assert words.reshape(-1).tolist() == [5, 1, 7, 0, 4, 2]

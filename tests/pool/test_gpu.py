@@ -121,7 +121,7 @@ def test_a_load_that_is_late_is_never_read_early_and_the_host_does_not_wait_for_
     for round_ in range(1, 4):
         for part in (FULL, SWA):
             host[part].tensor_PY.fill_(round_)
-        held_up(mover._streams._pages[MoveKind.LOAD])
+        held_up(mover.streams.of(MoveKind.LOAD)[0])
         mover.submit([move(round_, MoveKind.LOAD, part, pages, pages) for part in (FULL, SWA)])
         gate.before(None)
         seen = []
@@ -144,7 +144,7 @@ def test_a_backup_that_was_waited_for_has_every_byte_and_a_load_overtakes_it() -
     for lane in (*device[FULL].k, *device[FULL].v):
         lane.view(torch.uint8).fill_(7)
     host[FULL].tensor_PY.fill_(3)
-    held_up(mover._streams._pages[MoveKind.BACKUP])
+    held_up(mover.streams.of(MoveKind.BACKUP)[0])
     mover.submit([move(1, MoveKind.BACKUP, FULL, pages, pages)])
     mover.submit([move(2, MoveKind.LOAD, FULL, pages + 128, pages + 128)])
     (done,) = mover.wait([2])
@@ -173,7 +173,7 @@ def test_stamps_that_are_late_are_never_read_early_and_their_copy_has_not_ended(
     assert pool.stamps_LS4 is not None
     for round_ in range(1, 4):  # what is compiled at first use takes as long as the streams are held
         host.tensor_PY.fill_(round_)
-        held_up(mover._streams._stamps[MoveKind.LOAD])
+        held_up(mover.streams.of(MoveKind.LOAD)[1])
         mover.submit([move(round_, MoveKind.LOAD, FULL, pages, pages)])
         gate.before(None)
         gate.before_layer(0)
@@ -182,7 +182,7 @@ def test_stamps_that_are_late_are_never_read_early_and_their_copy_has_not_ended(
         assert seen.tolist() == [round_]
         assert [done.ok for done in mover.wait([round_])] == [True]
         pool.stamps_LS4.view(torch.uint8).fill_(round_ + 10)
-        held_up(mover._streams._stamps[MoveKind.BACKUP])
+        held_up(mover.streams.of(MoveKind.BACKUP)[1])
         mover.submit([move(round_ + 10, MoveKind.BACKUP, FULL, pages, pages)])
         assert [done.ok for done in mover.wait([round_ + 10])] == [True]
         assert set(np.unique(host.data_PY[1:, pool.spec.kv_bytes :]).tolist()) == {round_ + 10}

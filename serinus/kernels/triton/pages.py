@@ -6,6 +6,7 @@ S = slots, G = pages moved, R = rows of the byte buffer, Y = bytes of one page o
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from serinus.kernels.checks import check_pages
 from serinus.kernels.contracts import LayersKv
+from serinus.kernels.cuda_library import current_stream
+from serinus.kernels.triton.kept import KeptKernel
 from serinus.kernels.triton.pinned import read_in_place
 
 _BLOCK = 1024
@@ -79,7 +82,8 @@ def move_pages(
     and row rows_G[g], or g. Outward: into the buffer.
 
     Threads call this beside those that compute, so it makes few calls of torch: each gives up the interpreter's lock.
-    With thirty of them an op of 64 pages took 4 to 6 ms of a thread beside a decode, longer than the copy.
+    With thirty of them an op of 64 pages took 4 to 6 ms of a thread beside a decode, longer than the copy. The kernel
+    is kept, for any lanes and pages.
     """
     count = len(pages_G)
     if not count:
@@ -91,11 +95,18 @@ def move_pages(
     ids_2G[0] = pages_G
     if rows_G is not None:
         ids_2G[1] = rows_G
+    form = unit, outward, rows_G is not None, _BLOCK
+    table, stride = _table(addresses, widths, unit, device), bytes_RY.stride(0) // unit
+    grid = count, len(lanes), triton.cdiv(max(widths) // unit, _BLOCK)
     with read_in_place(ids_2G, device) as ids:
-        _move[(count, len(lanes), triton.cdiv(max(widths) // unit, _BLOCK))](
-            _table(addresses, widths, unit, device), len(lanes), ids, count, bytes_RY, bytes_RY.stride(0) // unit,
-            UNIT=unit, OUTWARD=outward, HAS_ROWS=rows_G is not None, BLOCK=_BLOCK,
-        )  # fmt: skip
+        kept = _KEPT.get((device, *form))
+        if kept is not None:
+            tensors = (each.data_ptr() for each in (table, ids, bytes_RY))
+            kept.launch(grid, current_stream(device.index), *tensors, len(lanes), count, stride)
+            return
+        compiled = _move[grid](table, ids, bytes_RY, len(lanes), count, stride, *form)
+        if compiled is not None and device.type == "cuda":
+            _KEPT[device, *form] = KeptKernel(compiled, *[ctypes.c_uint64] * 3, *[ctypes.c_int32] * 2, ctypes.c_int64)
 
 
 @lru_cache(maxsize=64)
@@ -106,11 +117,15 @@ def _table(addresses: tuple[int, ...], widths: tuple[int, ...], unit: int, devic
 
 
 _jit: Any = triton.jit
+_KEPT: dict[tuple[Any, ...], KeptKernel] = {}
+"""By device and what is constant in them."""
 
 
-@_jit(do_not_specialize=["count"])
+@_jit(
+    do_not_specialize=["lanes", "count", "stride"], do_not_specialize_on_alignment=["table", "ids", "buffer"],
+)  # fmt: skip
 def _move(
-    table, lanes, ids, count, buffer, stride,
+    table, ids, buffer, lanes, count, stride: tl.int64,
     UNIT: tl.constexpr, OUTWARD: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     g, lane = tl.program_id(0), tl.program_id(1)

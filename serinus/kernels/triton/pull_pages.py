@@ -9,7 +9,6 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,9 @@ from torch import Tensor
 
 from serinus.kernels.checks import check_pull_lanes, check_pull_pages
 from serinus.kernels.contracts import PoolLane
-from serinus.kernels.cuda_library import launch_kernel
+from serinus.kernels.cuda_library import current_stream
 from serinus.kernels.ref import pull_pages as reference
+from serinus.kernels.triton.kept import KeptKernel
 
 _BLOCK = 2048
 """Words of one program: 16 KB. On an H200 a pull of pages of 2.4 MB moves 1,897 GB/s so, a plain copy 2,087 (by 1,024
@@ -52,7 +52,7 @@ class PagePull:
         blocks, aligned, rows = _blocks(lanes, sources or lanes, tuple(sums) or (len(lanes),))
         self._block_count, self._blocks_BN = len(blocks), torch.tensor(blocks, dtype=torch.int64).to(device)
         self._constants = bool(sources), aligned, rows, _BLOCK, _COLUMNS
-        self._kernel: _Kept | None = None
+        self._kernel: KeptKernel | None = None
         """As it was compiled; None: not yet, or not for this device (the interpreter, a machine without a GPU)."""
 
     def check(self, pages_G: NDArray[np.integer[Any]], source_pages_G: NDArray[np.integer[Any]] | None) -> None:
@@ -77,50 +77,20 @@ class PagePull:
         words_N[at + 1 + count :] = pages_G if source_pages_G is None else source_pages_G
 
     def launch(self, words_N: Tensor, page_count: int, stream: int | None = None) -> None:
-        """Queue a job that is on the device, on a stream by its handle; None = the current one. Nothing waits.
-
-        What Triton does from call to call costs the host 70 us to find a compiled kernel, and 50 to hand it to the
-        driver: this one is kept. It is the same whatever pages, and wherever their words lie.
-        """
+        """Queue a job that is on the device, on a stream by its handle; None = the current one. Nothing waits. The
+        kernel is the same whatever pages, and wherever their words lie."""
         if not page_count:
             return
         if self._kernel is not None:
-            handle = torch.cuda.current_stream(self._device).cuda_stream if stream is None else stream
-            self._kernel.launch(words_N.data_ptr(), page_count, handle)
+            handle = current_stream(self._device.index) if stream is None else stream
+            blocks, grid = self._blocks_BN.data_ptr(), (self._block_count, page_count, 1)
+            self._kernel.launch(grid, handle, blocks, words_N.data_ptr(), page_count, self.sums)
             return
         values = self._blocks_BN, words_N, page_count, self.sums
         with nullcontext() if stream is None else _on(stream, self._device):
             compiled = _pull[(self._block_count, page_count)](*values, *self._constants, num_warps=_WARPS)
         if compiled is not None and self._device.type == "cuda":
-            self._kernel = _Kept(compiled, self._blocks_BN, self._block_count, self.sums)
-
-
-class _Kept:
-    """A compiled kernel with the arguments that stay, by the driver's own call: some us of the host."""
-
-    def __init__(self, compiled: Any, blocks_BN: Tensor, block_count: int, sums: int) -> None:
-        """`compiled`: kept too: the driver's function goes with it. Raises AssertionError: it wants memory of its own,
-        which is not given here."""
-        metadata = compiled.metadata
-        scratch = getattr(metadata, "global_scratch_size", 0), getattr(metadata, "profile_scratch_size", 0)
-        assert scratch == (0, 0), f"kernels: _pull wants {scratch} bytes of memory of its own, expected none"
-        self._compiled, self._blocks_BN, self._block_count = compiled, blocks_BN, block_count
-        self._shared, self._lock = int(metadata.shared), Lock()
-        none = ctypes.c_uint64()
-        self._words, self._count = ctypes.c_uint64(), ctypes.c_int32()
-        self._values = (
-            ctypes.c_uint64(blocks_BN.data_ptr()), self._words, self._count, ctypes.c_int32(sums),
-            none, none,  # memory of its own, as Triton's launcher passes it behind the arguments
-        )  # fmt: skip
-        self._places = (ctypes.c_void_p * len(self._values))(*map(ctypes.addressof, self._values))
-
-    def launch(self, words: int, page_count: int, stream: int) -> None:
-        """Queue it for the job at this address, in the current context of the thread. Raises CudaFailed: the driver
-        refuses it."""
-        with self._lock:
-            self._words.value, self._count.value = words, page_count
-            grid = self._block_count, page_count
-            launch_kernel(self._compiled.function, grid, 32 * _WARPS, self._shared, stream, self._places)
+            self._kernel = KeptKernel(compiled, *[ctypes.c_uint64] * 2, *[ctypes.c_int32] * 2)
 
 
 def _on(stream: int, device: torch.device) -> AbstractContextManager[Any]:
