@@ -84,7 +84,7 @@ class CopyStreams:
 class DeviceMover:
     """The PageMover of an engine on an accelerator. All of it belongs to the engine's thread.
 
-    Cost of a copy: about 1 us of that thread a page, and of a load for each group of layers.
+    Cost of a copy of 64 pages of 2.4 MB, 3 ms of the copy engine: 0.4 ms of that thread.
     """
 
     def __init__(
