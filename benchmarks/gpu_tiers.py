@@ -5,8 +5,11 @@ pinned copy of 1 GiB on the same card.
 Beside a decode: one engine (dummy weights, CUDA graphs) generates in turns without and with copies of other pools of
 the same shape under way, which its own thread asks for before each step, as the engine does. A step is the mean
 of those from the 16th to the 144th token; the loss is the median over the rounds of the ratio of neighbouring turns.
+The same with plain pinned copies of 512 MB, one behind another: what a step loses whoever copies.
 
-    python -m benchmarks.gpu_tiers [--pages 1024] [--rounds 5] [--canary none full] [--ways out in both] [--no-engine]
+`asks_ms`: what the engine's thread spends to ask for all pages in one copy, and for the last of eight such behind one another.
+
+    python -m benchmarks.gpu_tiers [--pages 1024] [--rounds 5] [--canary none|full] [--ways out in both] [--no-engine]
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import random
 import statistics
 import tempfile
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,7 @@ OP_PAGES = 64
 UNDER_WAY = 8
 """Copies of each direction beside a decode, 23 ms: each begins behind the steps that were queued when it was asked
 for."""
+PLAIN_BYTES, PLAIN_UNDER_WAY = 1 << 29, 3
 WAYS = {"out": (MoveKind.BACKUP,), "in": (MoveKind.LOAD,), "both": (MoveKind.BACKUP, MoveKind.LOAD)}
 
 
@@ -73,7 +78,10 @@ class Traffic:
         order = np.random.default_rng(0)
         self.pages, self.rows = (order.permutation(np.arange(1, pages + 1, dtype=np.int32)) for _ in range(2))
         self.page_bytes = spec.page_bytes
-        self._ops = self._at = 0
+        self._ops = self.moved = 0
+        self.seconds = self._since = 0.0
+        self._under_way: dict[MoveKind, list[int]] = {}
+        self._at: dict[MoveKind, int] = {}
 
     def submit(self, kind: MoveKind, at: int, count: int) -> int:
         """Begin one copy of so many pages; its number."""
@@ -100,10 +108,20 @@ class Traffic:
             best = max(best, len(ops) * OP_PAGES * self.page_bytes / len(kinds) / (CLOCK.now() - begin) / 1e9)
         return best
 
+    def asks_ms(self, kind: MoveKind) -> list[float]:
+        """To ask for all pages in one copy, and for the last of eight such."""
+        spent = []
+        for _ in range(8):
+            begin = CLOCK.now()
+            self.submit(kind, 0, len(self.pages))
+            spent.append(round((CLOCK.now() - begin) * 1e3, 2))
+        self.mover.wait([self._ops])
+        return [spent[0], spent[-1]]
+
     def begin(self, kinds: tuple[MoveKind, ...]) -> None:
         """Copies these ways from now on, as `turn` asks for them."""
         self.moved, self.seconds, self._since = 0, 0.0, 0.0
-        self._under_way = {kind: list[int]() for kind in kinds}
+        self._under_way, self._at = {kind: list[int]() for kind in kinds}, dict.fromkeys(kinds, 0)
 
     def turn(self) -> None:
         """See what has ended, and have UNDER_WAY copies of each direction again. `moved`: bytes of those that ended
@@ -120,8 +138,8 @@ class Traffic:
         for i, (kind, ops) in enumerate(self._under_way.items()):
             left = [op for op in ops if op not in gone]
             while len(left) < UNDER_WAY:
-                left.append(self.submit(kind, i * half + self._at % half, OP_PAGES))
-                self._at += OP_PAGES
+                left.append(self.submit(kind, i * half + self._at[kind], OP_PAGES))
+                self._at[kind] = (self._at[kind] + OP_PAGES) % half
             self._under_way[kind] = left
 
     def end(self) -> None:
@@ -134,7 +152,46 @@ class Traffic:
         self.host.close()
 
 
-def beside(llm: LLM, traffic: Traffic, way: str, rounds: int) -> dict[str, float]:
+class PlainTraffic:
+    """Plain copies of one large piece, PLAIN_UNDER_WAY of each direction at a time."""
+
+    def __init__(self) -> None:
+        there = [torch.empty(PLAIN_BYTES, dtype=torch.uint8, device="cuda") for _ in MoveKind]
+        here = [torch.empty(PLAIN_BYTES, dtype=torch.uint8).pin_memory() for _ in MoveKind]
+        self._pairs = {
+            kind: (one, other) if kind is MoveKind.BACKUP else (other, one)
+            for kind, one, other in zip(MoveKind, here, there, strict=True)
+        }
+        self._streams: dict[MoveKind, Any] = {kind: torch.cuda.Stream() for kind in MoveKind}
+        self._under_way: dict[MoveKind, list[Any]] = {}
+        self.moved, self.seconds, self._since = 0, 0.0, 0.0
+
+    def begin(self, kinds: tuple[MoveKind, ...]) -> None:
+        """As Traffic."""
+        self.moved, self.seconds, self._since = 0, 0.0, 0.0
+        self._under_way = {kind: [] for kind in kinds}
+
+    def turn(self) -> None:
+        """As Traffic; of two directions `moved` is the mean."""
+        for kind, events in self._under_way.items():
+            while events and events[0].query():
+                events.pop(0)
+                self.moved += PLAIN_BYTES // len(self._under_way) if self._since else 0
+                self._since = self._since or CLOCK.now()
+            self.seconds = CLOCK.now() - self._since
+            with torch.cuda.stream(self._streams[kind]):
+                while len(events) < PLAIN_UNDER_WAY:
+                    target, source = self._pairs[kind]
+                    target.copy_(source, non_blocking=True)
+                    events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+                    events[-1].record()
+
+    def end(self) -> None:
+        """Wait for those that are open."""
+        torch.cuda.synchronize()
+
+
+def beside(llm: LLM, traffic: Traffic | PlainTraffic, way: str, rounds: int) -> dict[str, float]:
     """Steps of a decode of BATCH in turns without and with copies, and the GB/s of these."""
     rng = random.Random(1)
     prompts = [[rng.randrange(10, 150_000) for _ in range(CONTEXT)] for _ in range(BATCH)]
@@ -172,6 +229,8 @@ def main() -> None:
     said |= {"page_bytes": traffic.page_bytes, "pin_gb_s": round(traffic.host.data_PY.nbytes / traffic.pin_s / 1e9, 1)}
     for way in arguments.ways:
         emit("gpu_tiers_alone", **said, way=way, gb_s_each_way=round(traffic.alone_gb_s(WAYS[way]), 1))
+    asks = {kind.name.lower(): traffic.asks_ms(kind) for kind in MoveKind}
+    emit("gpu_tiers_asks", **said, pages=arguments.pages, asks_ms=asks)
     if not arguments.no_engine:
         settings: dict[str, Any] = {"kv_canary": "none"}
         if arguments.canary != "none":
@@ -181,9 +240,11 @@ def main() -> None:
             dtype="bfloat16", max_running_requests=BATCH, chunked_prefill_size=8192, max_total_tokens=100_000,
             **settings,
         ) as llm:  # fmt: skip
-            for way in arguments.ways:
-                found = beside(llm, traffic, way, arguments.rounds)
-                emit("gpu_tiers_beside_decode", **said, way=way, canary=arguments.canary, batch=BATCH, **found)
+            ways = {"mover": traffic, "plain": PlainTraffic()}
+            for way, (name, each) in product(arguments.ways, ways.items()):
+                found = beside(llm, each, way, arguments.rounds)
+                told = {"way": way, "copies": name, "canary": arguments.canary, "batch": BATCH}
+                emit("gpu_tiers_beside_decode", **said, **told, **found)
     traffic.close()
 
 

@@ -65,7 +65,7 @@ class CudaLibrary:
         self._driver.cuStreamGetCtx(stream, ctypes.byref(found))
         self._context = found.value
         self._marks: defaultdict[tuple[bool, bool], deque[int]] = defaultdict(deque)
-        """Events of marks that are no more, by what they are."""
+        """Events whose marks are gone, by what they can do (timed, sleeps)."""
 
     def __enter__(self) -> CudaLibrary:
         self._driver.cuCtxPushCurrent_v2(self._context)
@@ -87,8 +87,8 @@ class CudaLibrary:
         return int(found.value or 0)
 
     def mark(self, stream: int, *, timed: bool = False, sleeps: bool = False) -> CudaMark:
-        """An event that passes when what is queued on the stream now has run; see `event`. It is used again when the
-        mark is no more: a wait that was queued before is one for what it was."""
+        """An event that passes when what is queued on the stream now has run; see `event`. By one thread. When its mark
+        is gone the event serves another one; waits that were queued for the first are still for that one."""
         idle = self._marks[timed, sleeps]
         mark = CudaMark(idle.popleft() if idle else self.event(timed=timed, sleeps=sleeps), idle)
         self.record(mark.event, stream)
@@ -161,7 +161,7 @@ class CudaLibrary:
 
 
 class CudaMark:
-    """An event that goes back where it came from with this object. (torch's gives up the interpreter's lock to be
+    """An event, which is free for another mark when this object is gone. (torch's gives up the interpreter's lock to be
     recorded, and to be destroyed.)"""
 
     __slots__ = ("_idle", "event")

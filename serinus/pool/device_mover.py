@@ -12,7 +12,7 @@ interpreter's lock waited some 0.1 ms for it. A copy of 64 pages took 5 ms to as
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from serinus.core.errors import InvariantError
 from serinus.core.moves import Move, MoveDone, MoveKind
 from serinus.core.parts import Part
-from serinus.kernels import CudaLibrary, CudaMark, current_stream
+from serinus.kernels import CudaFailed, CudaLibrary, CudaMark, current_stream
 from serinus.pool.device import DevicePool
 from serinus.pool.host import HostPool
 from serinus.pool.tier_pools import TierPools, by_op
@@ -56,7 +56,7 @@ class CopyStreams:
     """The streams of a mover on the current device."""
 
     def __init__(self, stamped: bool) -> None:
-        """`stamped`: kernels carry stamps, on streams of which each goes before a step's."""
+        """`stamped`: there are stamps, whose kernels have streams of high priority."""
         self._pages: dict[MoveKind, Any] = {kind: _Stream() for kind in MoveKind}
         self._stamps: dict[MoveKind, Any] = {kind: _Stream(priority=-1) for kind in MoveKind} if stamped else {}
         self.cuda = CudaLibrary(self._pages[MoveKind.LOAD].cuda_stream)
@@ -103,7 +103,7 @@ class DeviceMover:
             InvariantError: the pools of a part differ, or its layers are not the model's.
         """
         self._pools = TierPools(device, host, layer_parts)
-        self.streams = streams or CopyStreams(self._pools.are_stamped)
+        self.streams = CopyStreams(self._pools.are_stamped) if streams is None else streams
         self._cuda = self.streams.cuda
         self._open: dict[int, _Copy] = {}
         self._closed = False
@@ -113,20 +113,23 @@ class DeviceMover:
     def submit(self, moves: Sequence[Move]) -> None:
         """Begin copies; all moves of one op come in one call and are of one kind. Waits for no copy.
 
-        Raises InvariantError: an op is submitted twice or of two kinds, or the mover is closed.
+        Raises InvariantError: an op is submitted twice or of two kinds, the mover is closed, or the device is lost.
         """
         if self._closed:
             raise InvariantError("pool: the mover is closed, expected no more copies")
         ops = by_op(moves, self._open)
-        with self._cuda as cuda:
+        with self._device() as cuda:
             fence = cuda.mark(self.streams.compute)
             for op, own in ops.items():
                 self._open[op] = self._begin(op, own, fence)
 
     def poll(self) -> list[MoveDone]:
-        """The copies that ended since the last poll or wait, in the order in which they were submitted."""
+        """The copies that ended since the last poll or wait, in the order in which they were submitted.
+
+        Raises InvariantError: the device is lost.
+        """
         ended, behind = [], set[MoveKind]()
-        with self._cuda as cuda:
+        with self._device() as cuda:
             for copy in self._open.values():
                 if copy.kind not in behind and all(cuda.has_passed(end.event) for end in copy.ends):
                     ended.append(self._done(copy))
@@ -138,21 +141,26 @@ class DeviceMover:
 
     def wait(self, ops: Collection[int]) -> list[MoveDone]:
         """Block until these copies have ended; returns everything that `poll` would return then."""
-        with self._cuda as cuda:
-            for end in [end for op in ops if op in self._open for end in self._open[op].ends]:
-                if not cuda.has_passed(end.event):
+        with self._device() as cuda:
+            for copy in [self._open[op] for op in ops if op in self._open]:
+                for end in copy.ends:
                     cuda.synchronize(end.event)
         return self.poll()
 
-    @property
-    def open_count(self) -> int:
-        """Copies of which `poll` has not told that they ended."""
-        return len(self._open)
-
     def close(self) -> None:
-        """Wait for the copies that are open; there are no more. May be called again."""
+        """Wait for all that was queued; there will be no more. May be called again."""
         self._closed = True
-        self.wait(list(self._open))
+        with suppress(CudaFailed), self._cuda as cuda:  # a device that is lost copies nothing
+            for stream in [each for kind in MoveKind for each in self.streams.of(kind) if each is not None]:
+                cuda.synchronize(cuda.mark(stream.cuda_stream, sleeps=True).event)
+
+    @contextmanager
+    def _device(self) -> Iterator[CudaLibrary]:
+        try:
+            with self._cuda as cuda:
+                yield cuda
+        except CudaFailed as failure:
+            raise InvariantError(f"pool: the device of copies is lost, {failure}") from failure
 
     # ---- the gate's side ----------------------------------------------------------------------------------------
 
@@ -163,7 +171,7 @@ class DeviceMover:
     def wait_layer(self, load: _Copy, layer: int) -> None:
         """Let nothing that is queued on the compute stream from now on run before this layer of the load is there."""
         behind = next((mark for layers, mark in load.layers if layers > layer), None)
-        with self._cuda as cuda:
+        with self._device() as cuda:
             for mark in (load.stamped if layer == 0 else None, behind):
                 if mark is not None:
                     cuda.wait(self.streams.compute, mark.event)
@@ -179,7 +187,7 @@ class DeviceMover:
         copy = _Copy(op, kind, self._pools.byte_count(moves), cuda.mark(streams[0].cuda_stream, timed=True))
         try:
             self._load(copy, moves) if kind is MoveKind.LOAD else self._back_up(moves)
-        except (ValueError, RuntimeError, MemoryError, OSError) as failure:
+        except (ValueError, RuntimeError, MemoryError, OSError, CudaFailed) as failure:
             copy.error = f"{type(failure).__name__}: {failure}"
         copy.ends = [cuda.mark(stream.cuda_stream, timed=True, sleeps=True) for stream in streams]
         return copy

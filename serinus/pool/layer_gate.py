@@ -16,10 +16,7 @@ class LayerLoads(Protocol):
 
 
 class LayerGate:
-    """The forward hook that keeps a layer from being computed before the loads submitted earlier have filled it.
-
-    Costs one lock a forward pass while nothing is loaded.
-    """
+    """The forward hook that keeps a layer from being computed before the loads submitted earlier have filled it."""
 
     def __init__(self, mover: LayerLoads) -> None:
         self._mover = mover

@@ -104,12 +104,6 @@ class Mover:
             self._workers.wait_for(lambda: not any(op in self._open for op in ops))
         return self.poll()
 
-    @property
-    def open_count(self) -> int:
-        """Copies that have not ended."""
-        with self._workers:
-            return len(self._open)
-
     def close(self) -> None:
         """End the worker; copies that have not begun never will. May be called again."""
         with self._workers:
@@ -173,7 +167,7 @@ class Mover:
 
     def _back_up(self, copy: _Copy) -> None:
         for move in copy.moves:
-            step = max(1, _BACKUP_BYTES // max(1, self._pools.byte_count([move]) // max(1, len(move.source))))
+            step = max(1, _BACKUP_BYTES // max(1, self._pools.page_bytes(move.part)))
             for first in range(0, len(move.source), step):
                 self._loads_first()
                 self._pools.back_up(move, first, first + step)

@@ -39,12 +39,16 @@ class TierPools:
         """Whether a pool keeps stamps."""
         return any(pool.spec.stamp_bytes for pool in self._device.values())
 
+    def page_bytes(self, part: Part) -> int:
+        """Of a page of this part."""
+        return self._host[part].page_bytes
+
     def byte_count(self, moves: Sequence[Move]) -> int:
         """Of all pages of these moves."""
-        return sum(len(move.source) * self._host[move.part].page_bytes for move in moves)
+        return sum(len(move.source) * self.page_bytes(move.part) for move in moves)
 
     def layer_bytes(self, moves: Sequence[Move]) -> tuple[int, int]:
-        """Of one layer, of one page and of all pages of a move: of the part that has most."""
+        """Bytes of a layer in one page, and in all pages of a move; where parts differ, the most."""
         each = [self._device[move.part].spec.layer_bytes for move in moves]
         return max(each), max(len(move.source) * one for move, one in zip(moves, each, strict=True))
 

@@ -58,6 +58,7 @@ REASONS: dict[str, str] = {
     "parallel/near.py": "tensors between processes",
     "parallel/thread_comm.py": "ranks as threads, of the self-test",
     "pool/copy_engine.py": "copies between a GPU and its host",
+    "pool/device_mover.py": "the same; tests/pool/test_device_mover.py runs it in any order that streams leave open",
     "pool/workers.py": "threads",
     "ranks/devices.py": "start of a process",
     "ranks/exit_reason.py": "end of a process",

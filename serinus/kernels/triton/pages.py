@@ -6,7 +6,6 @@ S = slots, G = pages moved, R = rows of the byte buffer, Y = bytes of one page o
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -22,7 +21,7 @@ from torch import Tensor
 from serinus.kernels.checks import check_pages
 from serinus.kernels.contracts import LayersKv
 from serinus.kernels.cuda_library import current_stream
-from serinus.kernels.triton.kept import KeptKernel
+from serinus.kernels.triton.kept import KeptKernel, keep
 from serinus.kernels.triton.pinned import read_in_place
 
 _BLOCK = 1024
@@ -81,9 +80,8 @@ def move_pages(
     """Between lanes of a device (address, bytes of a page) and rows of a uint8 buffer that it reaches: page pages_G[g]
     and row rows_G[g], or g. Outward: into the buffer.
 
-    Threads call this beside those that compute, so it makes few calls of torch: each gives up the interpreter's lock.
-    With thirty of them an op of 64 pages took 4 to 6 ms of a thread beside a decode, longer than the copy. The kernel
-    is kept, for any lanes and pages.
+    It makes few calls of torch, as each gives up the interpreter's lock: with thirty of them a thread beside a decode
+    took 4 to 6 ms for the stamps of 64 pages, longer than the copy of these.
     """
     count = len(pages_G)
     if not count:
@@ -97,16 +95,15 @@ def move_pages(
         ids_2G[1] = rows_G
     form = unit, outward, rows_G is not None, _BLOCK
     table, stride = _table(addresses, widths, unit, device), bytes_RY.stride(0) // unit
-    grid = count, len(lanes), triton.cdiv(max(widths) // unit, _BLOCK)
+    grid, kept = (count, len(lanes), triton.cdiv(max(widths) // unit, _BLOCK)), _KEPT.get((device, *form))
     with read_in_place(ids_2G, device) as ids:
-        kept = _KEPT.get((device, *form))
         if kept is not None:
             tensors = (each.data_ptr() for each in (table, ids, bytes_RY))
             kept.launch(grid, current_stream(device.index), *tensors, len(lanes), count, stride)
             return
-        compiled = _move[grid](table, ids, bytes_RY, len(lanes), count, stride, *form)
-        if compiled is not None and device.type == "cuda":
-            _KEPT[device, *form] = KeptKernel(compiled, *[ctypes.c_uint64] * 3, *[ctypes.c_int32] * 2, ctypes.c_int64)
+        compiled = _move[(*grid,)](table, ids, bytes_RY, len(lanes), count, stride, *form)
+    if made := keep(compiled, device):
+        _KEPT[device, *form] = made
 
 
 @lru_cache(maxsize=64)

@@ -5,7 +5,6 @@ G = pages, N = words of a job, or numbers of a block, B = blocks of a page.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
@@ -22,7 +21,7 @@ from serinus.kernels.checks import check_pull_lanes, check_pull_pages
 from serinus.kernels.contracts import PoolLane
 from serinus.kernels.cuda_library import current_stream
 from serinus.kernels.ref import pull_pages as reference
-from serinus.kernels.triton.kept import KeptKernel
+from serinus.kernels.triton.kept import KeptKernel, keep
 
 _BLOCK = 2048
 """Words of one program: 16 KB. On an H200 a pull of pages of 2.4 MB moves 1,897 GB/s so, a plain copy 2,087 (by 1,024
@@ -89,8 +88,7 @@ class PagePull:
         values = self._blocks_BN, words_N, page_count, self.sums
         with nullcontext() if stream is None else _on(stream, self._device):
             compiled = _pull[(self._block_count, page_count)](*values, *self._constants, num_warps=_WARPS)
-        if compiled is not None and self._device.type == "cuda":
-            self._kernel = KeptKernel(compiled, *[ctypes.c_uint64] * 2, *[ctypes.c_int32] * 2)
+        self._kernel = keep(compiled, self._device)
 
 
 def _on(stream: int, device: torch.device) -> AbstractContextManager[Any]:
