@@ -7,7 +7,8 @@ the same shape under way, which its own thread asks for before each step, as the
 of those from the 16th to the 144th token; the loss is the median over the rounds of the ratio of neighbouring turns.
 The same with plain pinned copies of 512 MB, one behind another: what a step loses whoever copies.
 
-`asks_ms`: what the engine's thread spends to ask for all pages in one copy, and for the last of eight such behind one another.
+`asks_ms`: what the engine's thread spends to ask for all pages in one copy, and for the last of eight such behind one
+another.
 
     python -m benchmarks.gpu_tiers [--pages 1024] [--rounds 5] [--canary none|full] [--ways out in both] [--no-engine]
 """
@@ -36,6 +37,8 @@ from serinus.kernels import load
 from serinus.pool import DeviceMover, DevicePool, HostPool, PoolSpec
 
 CLOCK = WallClock()
+_Event: Any = torch.cuda.Event
+_Stream: Any = torch.cuda.Stream
 MODEL = "qwen3-8b"
 LAYERS, KV_HEADS = (MODELS[MODEL][name] for name in ("num_hidden_layers", "num_key_value_heads"))
 SIZE = MODELS[MODEL]["head_dim"]
@@ -162,7 +165,7 @@ class PlainTraffic:
             kind: (one, other) if kind is MoveKind.BACKUP else (other, one)
             for kind, one, other in zip(MoveKind, here, there, strict=True)
         }
-        self._streams: dict[MoveKind, Any] = {kind: torch.cuda.Stream() for kind in MoveKind}
+        self._streams: dict[MoveKind, Any] = {kind: _Stream() for kind in MoveKind}
         self._under_way: dict[MoveKind, list[Any]] = {}
         self.moved, self.seconds, self._since = 0, 0.0, 0.0
 
@@ -183,7 +186,7 @@ class PlainTraffic:
                 while len(events) < PLAIN_UNDER_WAY:
                     target, source = self._pairs[kind]
                     target.copy_(source, non_blocking=True)
-                    events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+                    events.append(_Event())
                     events[-1].record()
 
     def end(self) -> None:
@@ -240,7 +243,7 @@ def main() -> None:
             dtype="bfloat16", max_running_requests=BATCH, chunked_prefill_size=8192, max_total_tokens=100_000,
             **settings,
         ) as llm:  # fmt: skip
-            ways = {"mover": traffic, "plain": PlainTraffic()}
+            ways: dict[str, Traffic | PlainTraffic] = {"mover": traffic, "plain": PlainTraffic()}
             for way, (name, each) in product(arguments.ways, ways.items()):
                 found = beside(llm, each, way, arguments.rounds)
                 told = {"way": way, "copies": name, "canary": arguments.canary, "batch": BATCH}

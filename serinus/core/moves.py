@@ -45,7 +45,7 @@ class MoveDone:
     error: str = ""
     """In words, where it failed."""
     seconds: float = 0.0
-    """How long it took."""
+    """How long it took; beside an accelerator its pages alone, without the wait for its turn."""
     byte_count: int = 0
     """Bytes that were moved."""
 

@@ -3,7 +3,7 @@ the host 3 to 10 times as much, and does not share memory by handles of 64 bytes
 
 Calls of microseconds keep the interpreter's lock. A thread that gives it up gets it back when others have, which took
 75 us where eight threads read weights in a virtual machine; torch gives it up in most calls, six times for a copy with
-an event. Where a stream's queue is full such a call waits with the lock: not for streams that are told a lot at once.
+an event. Where a stream's queue is full such a call waits with the lock: what queues a lot at once must know how much.
 """
 
 from __future__ import annotations

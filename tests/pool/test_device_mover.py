@@ -142,6 +142,7 @@ def some(rng: np.random.Generator, engine: Engine, part: Part, count: int) -> ND
 def _layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_mover, "_GROUP_BYTES", 1)
     monkeypatch.setattr(device_mover, "_ROW_BYTES", 1)
+    monkeypatch.setattr(device_mover, "_BACKUP_PAGES_MAX", 5)
 
 
 def random_worlds(seeds: range = range(16)) -> None:
@@ -196,8 +197,8 @@ def random_world(seed: int) -> None:
         for _ in range(int(rng.integers(12))):
             gpu.step()
         ended(mover.wait([op]) if rng.random() < 0.1 else mover.poll())
+    ended(mover.wait(list(under_way)))
     gpu.run()
-    ended(mover.poll())
     assert not under_way, "a copy never ended"
     assert len(told) > 20
     for part, ids, expected, found in engine.read:
@@ -233,10 +234,9 @@ def _layer_early() -> tuple[Any, str, Any]:
 def _ends(which: Callable[[Any], list[Any]]) -> tuple[Any, str, Any]:
     begin = DeviceMover._begin
 
-    def begun(self: Any, *rest: Any) -> Any:
-        copy = begin(self, *rest)
+    def begun(self: Any, copy: Any) -> None:
+        begin(self, copy)
         copy.ends = which(copy)
-        return copy
 
     return DeviceMover, "_begin", begun
 
@@ -272,6 +272,27 @@ def test_loads_do_not_wait_for_backups_and_ends_are_told_in_the_order_of_submiss
     held[0] = True
     assert [done.op for done in mover.wait([2])] == [1, 2]
     assert mover.wait([1, 2, 3]) == []
+
+
+def test_backups_are_queued_so_many_pages_at_a_time_and_all_of_them_where_one_is_waited_for() -> None:
+    engine = Engine(9)
+    mover, held = engine.mover, [False]
+    engine.gpu.streams[3].append(lambda: held[0])
+    for op, count in enumerate((9, 2, 3, 1), 1):
+        ids = list(range(1, count + 1))
+        engine.copy(op, MoveKind.BACKUP, {FULL: ids}, {FULL: ids})
+    engine.copy(5, MoveKind.LOAD, {FULL: [20]}, {FULL: [20]})
+
+    def queued() -> list[int]:
+        return [copy.op for copy in mover._open.values() if copy.ends]
+
+    assert queued() == [1, 5], "one that is larger goes alone, and loads wait for none"
+    assert mover.poll() == []
+    held[0] = True
+    engine.gpu.run()
+    assert [done.op for done in mover.poll()] == [1, 5]
+    assert queued() == [2, 3]
+    assert [done.op for done in mover.wait([4])] == [2, 3, 4]
 
 
 @pytest.mark.parametrize("stamped", [True, False])
@@ -369,7 +390,10 @@ def test_closing_waits_for_all_that_is_queued_and_nothing_may_follow() -> None:
     pages = np.array([4, 5], np.int32)
     engine.write(FULL, pages, data)
     engine.copy(1, MoveKind.BACKUP, {FULL: pages}, {FULL: [8, 9]})
+    ids = [10, 11, 12, 13]
+    engine.copy(2, MoveKind.BACKUP, {FULL: ids}, {FULL: ids})  # not queued yet
     engine.mover.close()
+    assert not any(engine.gpu.streams)
     assert np.array_equal(engine.host[FULL].data_PY[[8, 9]], data)
     engine.mover.close()
     with pytest.raises(InvariantError, match="mover is closed"):
