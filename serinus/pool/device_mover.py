@@ -62,7 +62,7 @@ class CopyStreams:
     """The streams of a mover on the current device."""
 
     def __init__(self, stamped: bool) -> None:
-        """`stamped`: there are stamps, whose kernels have streams of high priority."""
+        """`stamped`: there are stamps. Their kernels have streams of high priority."""
         self._pages: dict[MoveKind, Any] = {kind: _Stream() for kind in MoveKind}
         self._stamps: dict[MoveKind, Any] = {kind: _Stream(priority=-1) for kind in MoveKind} if stamped else {}
         self.cuda = CudaLibrary(self._pages[MoveKind.LOAD].cuda_stream)
