@@ -121,8 +121,6 @@ class DeviceMover:
 
         Raises InvariantError: an op is submitted twice or of two kinds, the mover is closed, or the device is lost.
         """
-        if self._closed:
-            raise InvariantError("pool: the mover is closed, expected no more copies")
         ops = by_op(moves, self._open)
         with self._device() as cuda:
             fence = cuda.mark(self.streams.compute)
@@ -135,7 +133,7 @@ class DeviceMover:
     def poll(self) -> list[MoveDone]:
         """The copies that ended since the last poll or wait, in the order in which they were submitted.
 
-        Raises InvariantError: the device is lost.
+        Raises InvariantError: the device is lost, or the mover is closed.
         """
         ended, behind = [], set[MoveKind]()
         with self._device() as cuda:
@@ -169,6 +167,8 @@ class DeviceMover:
 
     @contextmanager
     def _device(self) -> Iterator[CudaLibrary]:
+        if self._closed:
+            raise InvariantError("pool: the mover is closed, expected no more copies")
         try:
             with self._cuda as cuda:
                 yield cuda

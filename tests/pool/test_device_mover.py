@@ -397,7 +397,9 @@ def test_closing_waits_for_all_that_is_queued_and_nothing_may_follow() -> None:
     assert np.array_equal(engine.host[FULL].data_PY[[8, 9]], data)
     engine.mover.close()
     with pytest.raises(InvariantError, match="mover is closed"):
-        engine.copy(2, MoveKind.BACKUP, {FULL: [1]}, {FULL: [1]})
+        engine.copy(3, MoveKind.BACKUP, {FULL: [1]}, {FULL: [1]})
+    with pytest.raises(InvariantError, match="mover is closed"):
+        engine.mover.poll()  # would queue what waits
 
 
 def test_an_op_that_is_under_way_cannot_be_submitted_again_and_a_long_life_makes_no_more_events() -> None:
