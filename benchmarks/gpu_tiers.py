@@ -7,8 +7,8 @@ the same shape under way, which its own thread asks for before each step, as the
 of those from the 16th to the 144th token; the loss is the median over the rounds of the ratio of neighbouring turns.
 The same with plain pinned copies of 512 MB, one behind another: what a step loses whoever copies.
 
-`asks_ms`: what the engine's thread spends to ask for all pages in one copy, and at most for one of eight such behind
-one another.
+`asks_ms`: what the engine's thread spends to ask for all pages in one copy, and at most in one call of the mover where
+there are eight such behind one another.
 
     python -m benchmarks.gpu_tiers [--pages 1024] [--rounds 5] [--canary none|full] [--ways out in both] [--no-engine]
 """
@@ -112,13 +112,18 @@ class Traffic:
         return best
 
     def asks_ms(self, kind: MoveKind) -> list[float]:
-        """To ask for all pages in one copy, and at most for one of eight such."""
-        spent = []
-        for _ in range(8):
+        """To ask for all pages in one copy, and at most for a call, `poll` too, where there are eight such."""
+        self.mover.wait([self.submit(kind, 0, 1)])
+        spent, left = list[float](), 8
+        while left:
             begin = CLOCK.now()
-            self.submit(kind, 0, len(self.pages))
+            if len(spent) < 8:
+                self.submit(kind, 0, len(self.pages))
+            else:
+                ended = self.mover.poll()
+                assert all(done.ok for done in ended)
+                left -= len(ended)
             spent.append(round((CLOCK.now() - begin) * 1e3, 2))
-        self.mover.wait([self._ops])
         return [spent[0], max(spent)]
 
     def begin(self, kinds: tuple[MoveKind, ...]) -> None:
@@ -175,19 +180,23 @@ class PlainTraffic:
         self._under_way = {kind: [] for kind in kinds}
 
     def turn(self) -> None:
-        """As Traffic; of two directions `moved` is the mean."""
+        """As Traffic; `moved` is the mean of two directions."""
+        ended = 0
         for kind, events in self._under_way.items():
             while events and events[0].query():
                 events.pop(0)
-                self.moved += PLAIN_BYTES // len(self._under_way) if self._since else 0
-                self._since = self._since or CLOCK.now()
-            self.seconds = CLOCK.now() - self._since
+                ended += 1
             with torch.cuda.stream(self._streams[kind]):
                 while len(events) < PLAIN_UNDER_WAY:
                     target, source = self._pairs[kind]
                     target.copy_(source, non_blocking=True)
                     events.append(_Event())
                     events[-1].record()
+        if ended and self._since:
+            self.moved += ended * PLAIN_BYTES // len(self._under_way)
+            self.seconds = CLOCK.now() - self._since
+        elif ended:
+            self._since = CLOCK.now()
 
     def end(self) -> None:
         """Wait for those that are open."""

@@ -12,7 +12,7 @@ from serinus.cache import PrefixCache
 from serinus.canary import CanaryRank
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
-from serinus.core.errors import PeerGone
+from serinus.core.errors import InvariantError, PeerGone
 from serinus.core.log import get_logger
 from serinus.core.metrics import Metrics
 from serinus.core.parts import Part
@@ -113,6 +113,6 @@ class Built:
         try:
             while self.line.sound and (left := self.cache.poll().in_flight) and self.clock.now() < end:
                 pause(_PAUSE_S)
-        except PeerGone as error:
+        except (PeerGone, InvariantError) as error:
             _log.warning("%s, while the engine closes", error)
         return left

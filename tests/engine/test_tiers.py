@@ -230,3 +230,22 @@ def test_settings_of_tiers_without_tiers_are_refused() -> None:
         from_names(
             ServeConfig, {"model_path": "m", "enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
         )
+
+
+def test_an_engine_whose_copies_broke_is_closed_to_its_end(
+    toys: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(toys["full"]), **tiered())
+    tiers = llm._built.tiers
+    assert tiers is not None
+    answers(llm, PROMPTS[:1])
+
+    def broken() -> Any:
+        raise InvariantError("pool: the device of copies is lost")
+
+    monkeypatch.setattr(tiers.mover, "poll", broken)
+    with pytest.raises(InvariantError, match="is lost"):
+        answers(llm, PROMPTS[1:6])
+    llm.close()
+    with pytest.raises(InvariantError, match="mover is closed"):
+        tiers.mover.submit([])

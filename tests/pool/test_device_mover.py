@@ -143,6 +143,7 @@ def _layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_mover, "_GROUP_BYTES", 1)
     monkeypatch.setattr(device_mover, "_ROW_BYTES", 1)
     monkeypatch.setattr(device_mover, "_BACKUP_PAGES_MAX", 5)
+    monkeypatch.setattr(device_mover, "_COPY_PAGES_MIN", 1)
 
 
 def random_worlds(seeds: range = range(16)) -> None:
@@ -274,25 +275,42 @@ def test_loads_do_not_wait_for_backups_and_ends_are_told_in_the_order_of_submiss
     assert mover.wait([1, 2, 3]) == []
 
 
-def test_backups_are_queued_so_many_pages_at_a_time_and_all_of_them_where_one_is_waited_for() -> None:
+def test_backups_are_queued_so_many_pages_at_a_time_or_up_to_the_one_that_is_waited_for() -> None:
     engine = Engine(9)
     mover, held = engine.mover, [False]
     engine.gpu.streams[3].append(lambda: held[0])
-    for op, count in enumerate((9, 2, 3, 1), 1):
+    for op, count in enumerate((9, 2, 3, 1, 1, 4, 5), 1):
         ids = list(range(1, count + 1))
         engine.copy(op, MoveKind.BACKUP, {FULL: ids}, {FULL: ids})
-    engine.copy(5, MoveKind.LOAD, {FULL: [20]}, {FULL: [20]})
+    engine.copy(8, MoveKind.LOAD, {FULL: [20]}, {FULL: [20]})
 
     def queued() -> list[int]:
-        return [copy.op for copy in mover._open.values() if copy.ends]
+        return sorted(copy.op for copies in mover._queued.values() for copy in copies)
 
-    assert queued() == [1, 5], "one that is larger goes alone, and loads wait for none"
+    assert queued() == [1, 8], "one that is larger goes alone, and loads wait for none"
     assert mover.poll() == []
     held[0] = True
     engine.gpu.run()
-    assert [done.op for done in mover.poll()] == [1, 5]
+    assert [done.op for done in mover.poll()] == [1, 8]
     assert queued() == [2, 3]
-    assert [done.op for done in mover.wait([4])] == [2, 3, 4]
+    held[0] = False
+    engine.gpu.streams[3].appendleft(lambda: held[0])
+    engine.copy(9, MoveKind.LOAD, {FULL: [20]}, {FULL: [20]})
+    assert [done.op for done in mover.wait([9])] == [9]
+    assert queued() == [2, 3]
+    held[0] = True
+    assert [done.op for done in mover.wait([5])][:4] == [2, 3, 4, 5]
+    assert 7 in mover._open, "it was not waited for"
+    assert 7 in [done.op for _ in range(3) for done in mover.wait([7])]
+
+
+@pytest.mark.parametrize("broken", [AssertionError("specialized"), TypeError("no such argument")])
+def test_an_error_that_is_no_failure_of_a_copy_is_raised_and_the_copy_is_no_good(broken: Exception) -> None:
+    engine = Engine(10)
+    engine.pools[FULL].fails_at, engine.pools[FULL].fails = 1, broken
+    with pytest.raises(type(broken)):
+        engine.copy(1, MoveKind.LOAD, {FULL: [1]}, {FULL: [1]})
+    assert [(done.op, done.ok) for done in engine.mover.wait([1])] == [(1, False)]
 
 
 @pytest.mark.parametrize("stamped", [True, False])
