@@ -1,9 +1,9 @@
 """DeviceMover: carries pages between the pools of an accelerator and pinned memory. Decides nothing.
 
 Its copy engines do it, and no thread: `submit` queues copies, on one stream for each direction, behind what the compute
-stream was told before. So loads wait for no backup. Of backups so many are queued at a time, and `poll` goes on: where
-the queue of a stream is full, a call waits. A load fills its pages a group of layers at a time, in the
-order of the model, and LayerGate makes the compute stream wait for each, not the host. Stamps pass by a kernel, on
+stream was told before. So loads wait for no backup. Only so many backups are queued at a time, and `poll` queues the
+next ones, as a call waits where the queue of a stream is full. A load fills its pages a group of layers at a time, in
+the order of the model, and LayerGate makes the compute stream wait for each, not the host. Stamps pass by a kernel, on
 another stream: it waits for a place between the kernels of a step, and the pages of the next copy must not.
 
 Threads that queued copies beside the one that computes were in its way and it in theirs: each call that gives up the
@@ -193,7 +193,7 @@ class DeviceMover:
 
     def open_loads(self) -> tuple[_Copy, ...]:
         """The loads that a forward pass which begins now must wait for."""
-        return tuple(copy for copy in self._open.values() if copy.kind is MoveKind.LOAD)
+        return tuple(self._queued[MoveKind.LOAD])
 
     def wait_layer(self, load: _Copy, layer: int) -> None:
         """Let nothing that is queued on the compute stream from now on run before this layer of the load is there."""
