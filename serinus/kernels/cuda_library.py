@@ -87,11 +87,15 @@ class CudaLibrary:
         return int(found.value or 0)
 
     def mark(self, stream: int, *, timed: bool = False, sleeps: bool = False) -> CudaMark:
-        """An event that passes when what is queued on the stream now has run; see `event`. By one thread. When its mark
-        is gone the event serves another one; waits that were queued for the first are still for that one."""
+        """An event that passes when what is queued on the stream now has run; see `event`. When its mark is gone the
+        event serves another one; waits that were queued for the first are still for that one."""
         idle = self._marks[timed, sleeps]
-        mark = CudaMark(idle.popleft() if idle else self.event(timed=timed, sleeps=sleeps), idle)
-        self.record(mark.event, stream)
+        try:
+            event = idle.popleft()
+        except IndexError:  # asking first whether there is one is a race between threads
+            event = self.event(timed=timed, sleeps=sleeps)
+        mark = CudaMark(event, idle)
+        self.record(event, stream)
         return mark
 
     def destroy(self, event: int) -> None:

@@ -22,8 +22,6 @@ class FakeCuda(CudaLibrary):
         """By event: its records, and..."""
         self.passed = [set[int]({0})]
         """...those that have passed."""
-        self.marks = set[int]()
-        """Those that may be destroyed before they have passed."""
         self.destroyed = self.time = 0
         self.passed_at: dict[int, int] = {}
 
@@ -68,7 +66,7 @@ class FakeCuda(CudaLibrary):
         return len(self.passed) - 1
 
     def destroy(self, event: int) -> None:
-        assert self.has_passed(event) or event in self.marks, "of a job under way"
+        assert self.has_passed(event), "of a job under way"
         self.destroyed += 1
 
     def record(self, event: int, stream: int) -> None:

@@ -72,16 +72,11 @@ class Gpu:
         self, pages: NDArray[np.int32], seed: int, sources: NDArray[np.int32], behind: Mark | None = None
     ) -> DevicePull:
         job = Job(self.device, self.own, self.other)
-        return self.pulls.begin(job, PULLS, pages, seed, sources, behind=behind or self.mark())
+        return self.pulls.begin(job, PULLS, pages, seed, sources, behind=behind or self.pulls.mark())
 
     def sums(self, pages: NDArray[np.int32], seed: int, *, behind_model: bool) -> DevicePull:
         job = Job(self.device, self.own, None)
-        return self.pulls.begin(job, OWN, pages, seed, behind=self.mark() if behind_model else None)
-
-    def mark(self) -> Mark:
-        mark = self.pulls.mark()
-        self.device.marks.add(mark.event)
-        return mark
+        return self.pulls.begin(job, OWN, pages, seed, behind=self.pulls.mark() if behind_model else None)
 
 
 def ids(*pages: int) -> NDArray[np.int32]:
@@ -155,7 +150,7 @@ def test_a_pull_waits_for_what_was_queued_when_its_pages_were_granted_and_not_fo
     gpu, may_end = Gpu.made(7), list[int]()
     streams = gpu.device.streams
     streams[MODEL].append(lambda: bool(may_end))
-    granted = gpu.mark()
+    granted = gpu.pulls.mark()
     streams[MODEL].append(lambda: bool(may_end[1:]))
     pull = gpu.pull(ids(1), 1, ids(3), granted)
     del granted
@@ -166,7 +161,7 @@ def test_a_pull_waits_for_what_was_queued_when_its_pages_were_granted_and_not_fo
     assert pull.sums() == summed(gpu.other, ids(3), 1)
     assert len(streams[MODEL]) == 1, "the later step has not ended"
     idle = Gpu.made(8)
-    passed = idle.mark()
+    passed = idle.pulls.mark()
     idle.device.streams[MODEL].append(lambda: False)
     assert passed.has_passed()
     assert idle.pull(ids(1), 1, ids(3), passed).sums() == summed(idle.other, ids(3), 1)
@@ -220,7 +215,7 @@ def test_nothing_is_queued_for_pages_that_are_not_there(
     pages: NDArray[np.int32], sources: NDArray[np.int32], words: str
 ) -> None:
     gpu = Gpu.made(4)
-    granted = gpu.mark()
+    granted = gpu.pulls.mark()
     gpu.device.queue(MODEL, int)
     with pytest.raises(ValueError, match=words):
         gpu.pull(pages, 1, sources, granted)

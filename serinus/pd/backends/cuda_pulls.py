@@ -49,23 +49,19 @@ class Mark:
     """What was queued on a stream at one moment."""
 
     def __init__(self, cuda: CudaLibrary, stream: int) -> None:
-        self._cuda, self.event = cuda, 0
-        """Of an event; 0 = all of it had run already."""
+        self._cuda = cuda
         with cuda:
-            if not cuda.is_idle(stream):
-                self.event = cuda.event(timed=False)
-                cuda.record(self.event, stream)
+            self._mark = None if cuda.is_idle(stream) else cuda.mark(stream)
+
+    @property
+    def event(self) -> int:
+        """Of an event; 0 = all of it had run already."""
+        return 0 if self._mark is None else self._mark.event
 
     def has_passed(self) -> bool:
         """Whether all of it has run. Never waits."""
         with self._cuda as cuda:
             return not self.event or cuda.has_passed(self.event)
-
-    def __del__(self) -> None:
-        """The driver keeps an event that streams wait for."""
-        if self.event:
-            with self._cuda as cuda:
-                cuda.destroy(self.event)
 
 
 class _Slot:
