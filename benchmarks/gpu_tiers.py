@@ -65,7 +65,29 @@ def plain_gb_s(kind: MoveKind) -> float:
     return best
 
 
-class Traffic:
+class Counted:
+    """Traffic of which bytes are counted, those of one way, from the moment on at which the first had come."""
+
+    _moved, _seconds, _since = 0, 0.0, 0.0
+
+    def count_anew(self) -> None:
+        """Nothing has come yet."""
+        self._moved, self._seconds, self._since = 0, 0.0, 0.0
+
+    def ended(self, byte_count: int) -> None:
+        """So many bytes came since the last call, of all ways together."""
+        if byte_count and self._since:
+            self._moved += byte_count
+            self._seconds = CLOCK.now() - self._since
+        elif byte_count:
+            self._since = CLOCK.now()
+
+    def gb_s(self, ways: int) -> float:
+        """Of each of so many ways."""
+        return self._moved / ways / self._seconds / 1e9
+
+
+class Traffic(Counted):
     """Copies between pools of their own, one op behind another."""
 
     def __init__(self, pages: int) -> None:
@@ -81,8 +103,7 @@ class Traffic:
         order = np.random.default_rng(0)
         self.pages, self.rows = (order.permutation(np.arange(1, pages + 1, dtype=np.int32)) for _ in range(2))
         self.page_bytes = spec.page_bytes
-        self._ops = self.moved = 0
-        self.seconds = self._since = 0.0
+        self._ops = 0
         self._under_way: dict[MoveKind, list[int]] = {}
         self._at: dict[MoveKind, int] = {}
 
@@ -128,20 +149,15 @@ class Traffic:
 
     def begin(self, kinds: tuple[MoveKind, ...]) -> None:
         """Copies these ways from now on, as `turn` asks for them."""
-        self.moved, self.seconds, self._since = 0, 0.0, 0.0
+        self.count_anew()
         self._under_way, self._at = {kind: list[int]() for kind in kinds}, dict.fromkeys(kinds, 0)
 
     def turn(self) -> None:
-        """See what has ended, and have UNDER_WAY copies of each direction again. `moved`: bytes of those that ended
-        after the first ones, each way, within `seconds`."""
+        """See what has ended, and have UNDER_WAY copies of each direction again."""
         ended, half = self.mover.poll(), len(self.pages) // len(self._under_way)
         failed = [done.error for done in ended if not done.ok]
         assert not failed, failed[0]
-        if ended and self._since:
-            self.moved += sum(done.byte_count for done in ended) // len(self._under_way)
-            self.seconds = CLOCK.now() - self._since
-        elif ended:
-            self._since = CLOCK.now()
+        self.ended(sum(done.byte_count for done in ended))
         gone = {done.op for done in ended}
         for i, (kind, ops) in enumerate(self._under_way.items()):
             left = [op for op in ops if op not in gone]
@@ -160,7 +176,7 @@ class Traffic:
         self.host.close()
 
 
-class PlainTraffic:
+class PlainTraffic(Counted):
     """Plain copies of one large piece, PLAIN_UNDER_WAY of each direction at a time."""
 
     def __init__(self) -> None:
@@ -172,15 +188,14 @@ class PlainTraffic:
         }
         self._streams: dict[MoveKind, Any] = {kind: _Stream() for kind in MoveKind}
         self._under_way: dict[MoveKind, list[Any]] = {}
-        self.moved, self.seconds, self._since = 0, 0.0, 0.0
 
     def begin(self, kinds: tuple[MoveKind, ...]) -> None:
         """As Traffic."""
-        self.moved, self.seconds, self._since = 0, 0.0, 0.0
+        self.count_anew()
         self._under_way = {kind: [] for kind in kinds}
 
     def turn(self) -> None:
-        """As Traffic; `moved` is the mean of two directions."""
+        """As Traffic."""
         ended = 0
         for kind, events in self._under_way.items():
             while events and events[0].query():
@@ -192,11 +207,7 @@ class PlainTraffic:
                     target.copy_(source, non_blocking=True)
                     events.append(_Event())
                     events[-1].record()
-        if ended and self._since:
-            self.moved += ended * PLAIN_BYTES // len(self._under_way)
-            self.seconds = CLOCK.now() - self._since
-        elif ended:
-            self._since = CLOCK.now()
+        self.ended(ended * PLAIN_BYTES)
 
     def end(self) -> None:
         """Wait for those that are open."""
@@ -217,7 +228,7 @@ def beside(llm: LLM, traffic: Traffic | PlainTraffic, way: str, rounds: int) -> 
         turn = llm._turn
         engine._turn = lambda messages, turn=turn: (traffic.turn(), turn(messages))[1]  # `once` takes it away
         with_copies.append(once())
-        rates.append(traffic.moved / traffic.seconds / 1e9)
+        rates.append(traffic.gb_s(len(WAYS[way])))
         traffic.end()
     losses = [b / a - 1 for a, b in zip(alone, with_copies, strict=True)]
     return {
