@@ -87,11 +87,8 @@ def build_tiers(
             byte_max=int(settings.hicache_storage_size * 1e9 / ranks) or None,
             clock=clock,
         )
-    mover: Mover | DeviceMover
-    if all(spec.device == "cpu" for spec in specs.values()):
-        mover = Mover(pools, host, layer_parts, clock)
-    else:
-        mover = DeviceMover(pools, host, layer_parts)
+    on_cpu = all(spec.device == "cpu" for spec in specs.values())
+    mover = Mover(pools, host, layer_parts, clock) if on_cpu else DeviceMover(pools, host, layer_parts)
     return Tiers(host=host, mover=mover, storage=storage, mapping=map_ahead(host.values()))
 
 
