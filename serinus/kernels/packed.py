@@ -114,8 +114,8 @@ class PackedFactors:
     """Digest coefficients of one layer as `pack_factors` left them, for `watched_attention` of the same column."""
 
     factors: Tensor
-    """Plain int32 [2, 2, W], or fp16 [half, head, low or high byte of a lane, D, column] where there is a bias."""
+    """Plain int32 [2, 2, W], or cut into bytes: fp16 [half, head, D, column] on a GPU, int16 on a CPU, with a bias."""
     bias: Tensor | None
-    """int32 [half, head, sum]: what the sums lack where bytes less 128 are multiplied; None: the factors are plain."""
+    """int32 [half, head, sum]: what the sums lack where bytes less 128 are multiplied; None: nothing."""
     plain_22W: Tensor
     """The coefficients themselves: what digests by them serves for the factors of any column."""

@@ -164,6 +164,7 @@ def call_all() -> None:
         mix(ops, sequences)
         multiply_quantized(ops, sequences)
         mix_quantized(ops, sequences)
+    attend(ops, 256, 256, 32, 8, 128)
     multiply_quantized(ops, 8192)
     round_rows(blank(8192, 4096))
     round_spans(blank(8192, 4096))

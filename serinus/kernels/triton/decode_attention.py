@@ -5,10 +5,10 @@ alone, how long they are by each context: parts of a long sequence are shared by
 single part, and the others of its programs end at once. The last program puts the parts together, in their order:
 no sum depends on which came first. Sequences with more queries are left to `chunk_attention`.
 
-Sums of the digest are integers, added atomically. They are made by the matrix unit, exactly: both bytes of a lane less
-128, times the four balanced bytes of a coefficient, are integers of at most 2**14, of which fp32 adds up 2 * D without
-rounding. Byte planes are then put together modulo 2**32; what the 128 took off is the same for every token. (Products
-of int8 were slower: 403 us a layer where these take 291, and attention alone 258.)
+Sums of the digest are integers, added atomically. They are made by the matrix unit, exactly: a byte of a lane as the
+bits of a number in fp16 is 2**-24 as much, and times a balanced byte of a coefficient less than 2**15 units of that,
+of which fp32 adds up D without rounding. Byte planes are then put together modulo 2**32. (Products of int8 were slower:
+403 us a layer where bytes in fp16 took 291, and attention alone 258.)
 
 A position that is masked is read as one that is not, so that no value of a foreign slot (which may be NaN) is touched.
 
@@ -35,8 +35,8 @@ from serinus.kernels.triton.tickets import TICKETS
 
 ROWS_LEAST = 16
 """Query heads of one KV head are padded to what a matrix unit takes."""
-PLANE_COLUMNS = 16
-"""Byte planes of both sums, padded to what a matrix unit takes: sum 0 in columns 0-3, sum 1 in 4-7."""
+PLANE_COLUMNS = 8
+"""Byte planes of a coefficient of both sums: sum 0 in columns 0-3, sum 1 in 4-7."""
 _IN_ASSEMBLY = not triton.knobs.runtime.interpret
 """Triton's interpreter knows none."""
 _LOG2_E = 1.4426950408889634
@@ -98,10 +98,10 @@ def attend_one(
     least = 1 if tiling else triton.cdiv(_least_of(count * kv_heads), cut.block)
     partial_PBND = torch.empty((parts, count, heads, size), dtype=torch.float32, device=q_TND.device)
     stats_P2BN = torch.empty((parts, 2, count, heads), dtype=torch.float32, device=q_TND.device)
-    watched: tuple[Any, ...] = (*(batch.rows_B,) * 4, 0)  # not read where nothing is watched
+    watched: tuple[Any, ...] = (*(batch.rows_B,) * 3, 0)  # not read where nothing is watched
     if digest is not None and packed is not None:
         sums_P22E, sets = digest.sums_P22E, digest.due_7B.shape[1]
-        watched = (packed.factors, packed.bias, digest.due_7B, sums_P22E, sums_P22E.shape[-1])
+        watched = (packed.factors, digest.due_7B, sums_P22E, sums_P22E.shape[-1])
     else:
         sets = count
     page_slots, gap = page_gap(k_pool_SHD)
@@ -153,7 +153,7 @@ def dot(one, other):
 
 @_jit(do_not_specialize=["entries", "batch", "due_columns", "least"])
 def _decode(
-    q, k, v, table, columns, rows, starts, contexts, sinks, out, partial, stats, tickets, planes, bias, due, sums,
+    q, k, v, table, columns, rows, starts, contexts, sinks, out, partial, stats, tickets, planes, due, sums,
     entries, scale, cap, window, slot_count, gap, batch, due_columns, least,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr,
@@ -189,20 +189,13 @@ def _decode(
         mixed_GD = tl.zeros((GROUP, WIDE), tl.float32)
         k_head, v_head = k + h * SIZE + d[None, :], v + h * SIZE + d[None, :]
         if WATCHED:
-            c = tl.arange(0, COLUMNS)
-            # Elements of one byte are the low and the high half of a lane, in turn.
-            plane = d if WORDS else d % 2 * LANES + d // 2
-            mine = planes + h * 2 * LANES * COLUMNS + plane[:, None] * COLUMNS + c[None, :]
-            v_mine = mine + HEADS * 2 * LANES * COLUMNS
-            k_low, v_low = tl.load(mine), tl.load(v_mine)
-            k_high, v_high = k_low, v_low
-            if WORDS:
-                k_high, v_high = tl.load(mine + LANES * COLUMNS), tl.load(v_mine + LANES * COLUMNS)
-            # A column's place in each sum; 0 where it is none of it.
-            place = (tl.full((COLUMNS,), 1, tl.uint32) << ((c % 4) * 8).to(tl.uint32)).to(tl.uint32)
-            one, other = tl.where(c < 4, place, 0).to(tl.uint32), tl.where((c >= 4) & (c < 8), place, 0).to(tl.uint32)
-            k_one, k_other = tl.load(bias + h * 2), tl.load(bias + h * 2 + 1)
-            v_one, v_other = tl.load(bias + (HEADS + h) * 2), tl.load(bias + (HEADS + h) * 2 + 1)
+            c, half = tl.arange(0, COLUMNS), HEADS * LANES * COLUMNS
+            at_DC, held = planes + (h * LANES + d)[:, None] * COLUMNS + c[None, :], c[None, :] >= 0
+            if not WORDS:  # elements of one byte are the low and the high half of a lane, in turn
+                odd = d[:, None] % 2
+                at_DC, held = planes + (h * LANES + d // 2)[:, None] * COLUMNS + c[None, :] - odd, c[None, :] % 4 >= odd
+            k_planes, v_planes = tl.load(at_DC, mask=held, other=0.0), tl.load(at_DC + half, mask=held, other=0.0)
+            shift_C, two = (c % 4 * 8).to(tl.uint32), tl.arange(0, 2)
             low, high = tl.load(due + 2 * due_columns + b).to(tl.int32), tl.load(due + 3 * due_columns + b).to(tl.int32)
             low, high = tl.maximum(low, lowest), tl.minimum(high, end)
             first = tl.load(due + 4 * due_columns + b).to(tl.int32)
@@ -238,13 +231,9 @@ def _decode(
                 if (low < high) & (first + turns * stride < page + (BLOCK + PAGE - 1) // PAGE):
                     turn = t // PAGE - first
                     is_due = (t >= low) & (t < high) & (turn >= 0) & (turn % stride == 0)
-                    spot = sums + entry + turn // stride * PAGE + t % PAGE
-                    k_sums = _sums(k_TD, k_low, k_high, WORDS, IN_ASSEMBLY)
-                    _add(spot, k_sums, one, k_one, is_due)
-                    _add(spot + entries, k_sums, other, k_other, is_due)
-                    v_sums = _sums(v_TD, v_low, v_high, WORDS, IN_ASSEMBLY)
-                    _add(spot + 2 * entries, v_sums, one, v_one, is_due)
-                    _add(spot + 3 * entries, v_sums, other, v_other, is_due)
+                    spot_T2 = (sums + entry + turn // stride * PAGE + t % PAGE)[:, None] + (two * entries)[None, :]
+                    _add(spot_T2, _sums(k_TD, k_planes, WORDS, IN_ASSEMBLY), shift_C, is_due)
+                    _add(spot_T2 + 2 * entries, _sums(v_TD, v_planes, WORDS, IN_ASSEMBLY), shift_C, is_due)
         if (PARTS == 1) | (live == 1):
             found_GD = mixed_GD / total_G[:, None]
             tl.store(out + query[:, None] * SIZE + d[None, :], found_GD.to(out.dtype.element_ty), mask=inside)
@@ -288,37 +277,40 @@ def _join(
 
 
 @_jit
-def _sums(rows_TD, low_DC, high_DC, WORDS: tl.constexpr, IN_ASSEMBLY: tl.constexpr):
-    """Byte planes of both sums, [T, C] integers in fp32; of elements of one byte both are in the first. In assembly two
-    or four elements are taken apart at a time: 0x6400 | byte is 1024 + byte in fp16."""
+def _sums(rows_TD, planes_DC, WORDS: tl.constexpr, IN_ASSEMBLY: tl.constexpr):
+    """Sums by byte plane, [T, C] modulo 2**32. In assembly two or four elements are taken apart at a time."""
     if WORDS:
         words = rows_TD.to(tl.uint16, bitcast=True)
         if IN_ASSEMBLY:
             low, high = tl.inline_asm_elementwise(
-                "{ .reg .b32 t; and.b32 t, $2, 0x00FF00FF; or.b32 t, t, 0x64006400; sub.f16x2 $0, t, $3;"
-                " shr.b32 t, $2, 8; and.b32 t, t, 0x00FF00FF; or.b32 t, t, 0x64006400; sub.f16x2 $1, t, $3; }",
-                "=&r,=&r,r,r", [words, tl.full(words.shape, 1152.0, tl.float16)], dtype=(tl.float16, tl.float16),
-                is_pure=True, pack=2,
+                "and.b32 $0, $2, 0x00FF00FF; prmt.b32 $1, $2, 0, 0x4341;", "=&r,=r,r", [words],
+                dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
             )  # fmt: skip
         else:
-            low, high = (words & 0xFF).to(tl.float16) - 128.0, (words >> 8).to(tl.float16) - 128.0
-        found = tl.dot(high.to(tl.float16), high_DC, tl.dot(low.to(tl.float16), low_DC))
+            low, high = (words & 0xFF).to(tl.float16, bitcast=True), (words >> 8).to(tl.float16, bitcast=True)
+        found = _whole(tl.dot(low, planes_DC)) + (_whole(tl.dot(high, planes_DC)) << 8)
     else:
         words = rows_TD.to(tl.uint8, bitcast=True)
         if IN_ASSEMBLY:
             low = tl.inline_asm_elementwise(
-                "{ .reg .b32 c; mov.b32 c, 0x64806480; prmt.b32 $0, $2, 0x64646464, 0x4140; sub.f16x2 $0, $0, c;"
-                " prmt.b32 $1, $2, 0x64646464, 0x4342; sub.f16x2 $1, $1, c; }",
-                "=&r,=&r,r", [words], dtype=tl.float16, is_pure=True, pack=4,
+                "prmt.b32 $0, $2, 0, 0x4140; prmt.b32 $1, $2, 0, 0x4342;", "=&r,=r,r", [words],
+                dtype=tl.float16, is_pure=True, pack=4,
             )  # fmt: skip
         else:
-            low = words.to(tl.float16) - 128.0
-        found = tl.dot(low.to(tl.float16), low_DC)
+            low = words.to(tl.uint16).to(tl.float16, bitcast=True)
+        found = _whole(tl.dot(low, planes_DC))
     return found
 
 
 @_jit
-def _add(spot, sums_TC, places_C, bias, mask):
-    whole = sums_TC.to(tl.int32).to(tl.uint32, bitcast=True) * places_C[None, :]
-    total = tl.sum(whole, 1).to(tl.uint32).to(tl.int32, bitcast=True) + bias
-    tl.atomic_add(spot, total, mask=mask, sem="relaxed")
+def _whole(sums_TC):
+    """Units of 2**-24, modulo 2**32."""
+    return (sums_TC * 16777216.0).to(tl.int32).to(tl.uint32, bitcast=True)
+
+
+@_jit
+def _add(spot_T2, planes_TC, shift_C, is_due_T):
+    """Put byte planes together and add both sums."""
+    whole_T24 = tl.reshape(planes_TC << shift_C[None, :], (planes_TC.shape[0], 2, 4))
+    total_T2 = tl.sum(whole_T24, 2).to(tl.uint32).to(tl.int32, bitcast=True)
+    tl.atomic_add(spot_T2, total_T2, mask=is_due_T[:, None], sem="relaxed")

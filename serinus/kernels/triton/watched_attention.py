@@ -29,7 +29,7 @@ from serinus.kernels.triton.pool_rows import row_starts
 from serinus.kernels.triton.tickets import Tickets
 
 _HEAD_SIZE_MAX = 512
-"""Up to which the sums of fp32 are exact: 2 * 512 * 2**14 = 2**24."""
+"""Up to which the sums of fp32 are exact: 512 * 255 * 128 < 2**24."""
 _BESIDE_SPLITS, _BESIDE_PROGRAMS = 16, 2048
 """Programs of one column at least; and of all, where columns are few."""
 _BESIDE_SLOTS = 16
@@ -44,17 +44,12 @@ def pack_factors(coefficients_22W: Tensor, kv_heads: int) -> PackedFactors:
     if size > _HEAD_SIZE_MAX:
         raise ValueError(f"kernels: heads of {size}, expected at most {_HEAD_SIZE_MAX}")
     left = coefficients_22W.long().view(2, 2, kv_heads, size).permute(0, 2, 3, 1) & 0xFFFFFFFF  # half, head, D, sum
-    bias = (128 * 257 * left.sum(2)) & 0xFFFFFFFF
-    planes = torch.zeros((2, kv_heads, 2, size, PLANE_COLUMNS), dtype=torch.float16, device=left.device)
+    planes = torch.empty((2, kv_heads, size, PLANE_COLUMNS), dtype=torch.float16, device=left.device)
     for place in range(4):
         digit = ((left & 0xFF) + 128) % 256 - 128
         left = (left - digit) >> 8
-        for which in range(2):
-            planes[:, :, 0, :, 4 * which + place] = digit[..., which].half()
-            if place < 3:  # the high byte of a lane is worth 256 more
-                planes[:, :, 1, :, 4 * which + place + 1] = digit[..., which].half()
-    bias = torch.where(bias >> 31 > 0, bias - (1 << 32), bias).int()
-    return PackedFactors(factors=planes, bias=bias.contiguous(), plain_22W=coefficients_22W)
+        planes[..., place::4] = digit.half()
+    return PackedFactors(factors=planes, bias=None, plain_22W=coefficients_22W)
 
 
 def new_watched_attention() -> WatchedAttention:
@@ -113,7 +108,7 @@ class _Planes:
         whole = plain.shape[-1] == heads * size * each // 2 and each <= 2
         if not whole or size < 16 or size & (size - 1) or size > _HEAD_SIZE_MAX:
             return None
-        if factors.bias is not None:
+        if factors.factors.dtype is torch.float16:
             return factors
         key = plain.data_ptr(), tuple(plain.shape)
         found = self._kept.get(key)
