@@ -13,6 +13,7 @@ from importlib import import_module
 from serinus.cli.parser import Command, UsageProblem
 from serinus.core.descriptors import raise_descriptor_limit
 from serinus.core.errors import ConfigError
+from serinus.core.heap import collect_seldom
 
 COMMANDS: tuple[Command, ...] = (
     Command(
@@ -247,6 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, rest = find_command(words)
         name = f"serinus {command.name}"
         raise_descriptor_limit()  # servers hold many connections, `bench serve` makes them
+        collect_seldom()
         module, function = command.target.split(":")
         code: int = getattr(import_module(module), function)(command, rest)
         return code

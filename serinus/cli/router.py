@@ -14,6 +14,7 @@ from serinus.cli.processes import obeyed
 from serinus.core.addresses import http_url
 from serinus.core.config import RouterConfig
 from serinus.core.fleet_settings import RouteSettings
+from serinus.core.heap import settle_heap
 from serinus.core.log import get_logger, setup_logging
 from serinus.core.settings import ServerSettings
 from serinus.core.user_secret import user_secret
@@ -84,6 +85,7 @@ def run(command: Command, words: Sequence[str]) -> int:
         if arguments.child is not None:
             os.write(arguments.child, json.dumps({"url": url, "port": server.port}).encode() + b"\n")
             os.close(arguments.child)
+        settle_heap()
         server.run_here()
     return 0
 

@@ -25,6 +25,7 @@ from serinus.core.addresses import http_url
 from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig
 from serinus.core.cores import cores, engine_threads
+from serinus.core.heap import settle_heap
 from serinus.core.log import get_logger, setup_logging
 from serinus.core.user_secret import user_secret
 from serinus.models import check_path
@@ -158,6 +159,7 @@ class _Service:
             keys=app.state.front.keys,
         )  # fmt: skip
         watch = asyncio.create_task(self._watch(client))
+        settle_heap()
         try:
             await self._server.serve(sockets=[self._sock])
         finally:

@@ -27,6 +27,7 @@ from serinus.core.cores import engine_threads, threads_env
 from serinus.core.errors import ConfigError
 from serinus.core.fleet_settings import RouteSettings
 from serinus.core.free_ports import free_ports
+from serinus.core.heap import settle_heap
 from serinus.core.log import child_line, get_logger, setup_logging
 from serinus.models import check_path
 
@@ -200,6 +201,7 @@ class _Group:
             keys=app.state.router.keys,
         )
         rising = asyncio.create_task(self._rise())
+        settle_heap()
         try:
             await self._server.serve(sockets=[self._sock])
         finally:

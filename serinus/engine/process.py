@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, PeerGone
+from serinus.core.heap import collect_seldom, settle_heap
 from serinus.core.lifeline import end_now, end_with_parent, show_stacks_at
 from serinus.core.log import get_logger, setup_logging
 from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE, EngineExit, ExitRecord
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, required=True, help="process id of the front; it ends with it")
     parser.add_argument("--words", default="", help="file for the reason of its end, in a folder of its own")
     arguments = parser.parse_args(argv)
+    collect_seldom()
     end_with_parent(arguments.parent, signal.SIGKILL)
     show_stacks_at(signal.SIGUSR1)
     clock = WallClock()
@@ -55,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
         loop = launch(config, arguments.endpoint, clock, started, starter)
         _obey_signals(loop)
+        settle_heap()
         loop.run()
     except Exception as error:
         if isinstance(error, ConfigError) and loop is None:

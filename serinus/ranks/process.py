@@ -18,6 +18,7 @@ from serinus.core.addresses import split_host_port
 from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, PeerGone
+from serinus.core.heap import collect_seldom, settle_heap
 from serinus.core.lifeline import end_now, end_with_parent, show_stacks_at
 from serinus.core.log import get_logger, setup_logging
 from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--leader", required=True, help="zmq endpoint where ranks report to the leader")
     parser.add_argument("--parent", type=int, required=True, help="process id of whoever started it; it ends with it")
     arguments = parser.parse_args(argv)
+    collect_seldom()
     end_with_parent(arguments.parent, signal.SIGKILL)
     show_stacks_at(signal.SIGUSR1)
     clock = WallClock()
@@ -95,6 +97,7 @@ def _obey(config: ServeConfig, rank: int, link: RankLink, clock: Clock) -> None:
     try:
         loop = make_rank_loop(config, rank=rank, comm=comm, link=link, clock=clock)
         try:
+            settle_heap()
             loop.run()
         finally:
             loop.close()

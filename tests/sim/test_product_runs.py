@@ -37,6 +37,7 @@ REASONS: dict[str, str] = {
     "scale/": "the number of engines of a cluster; tests/scale simulates it",
     "core/fleet_settings.py": "start of processes",
     "core/free_ports.py": "ports of processes",
+    "core/heap.py": "start of a process",
     "core/lifeline.py": "ends a process with its parent",
     "core/private_folder.py": "folders of processes",
     "core/user_secret.py": "a file that the processes of one user share",
