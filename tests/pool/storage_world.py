@@ -53,6 +53,9 @@ class World:
         self.before: dict[tuple[Part, bytes], list[bytes]] = {}
         self.removals = 0
         self.open()
+        tree = [(part, key_of(1000 + index)) for part in (FULL, SWA) for index in range(self.size)]
+        self.places = {str(self.engines[0].path_of(*place)): place for place in tree}
+        """Of the pages of the tree, by path: the same for every engine."""
 
     def open(self) -> None:
         if len(self.engines) < 3:
@@ -117,9 +120,7 @@ class World:
     def stored(self) -> dict[tuple[Part, bytes], Path]:
         """What is in the folder, looked at from outside of the engines."""
         paths = self.paths()
-        tree = [(part, key_of(1000 + index)) for part in (FULL, SWA) for index in range(self.size)]
-        places = {place: self.engines[0].path_of(*place) for place in tree}
-        return {place: path for place, path in places.items() if str(path) in paths}
+        return {place: Path(path) for path, place in self.places.items() if path in paths}
 
     def paths(self) -> set[str]:
         disk = self.disk()
