@@ -387,6 +387,10 @@ LATE = {
     "a backup copies one part only": 55,
     "a part that covers whole prefixes is not loaded back": 40,
     "priorities are forgotten by the policy": 40,
+    "a duplicate is given up while a load reads it": 35,
+    "hits are forgotten by the policy": 30,
+    "a load fills the wrong pages": 20,
+    "an abort is forgotten while the storage reads": 15,
 }
 """Faults that take long to be found, and a seed behind which they soon are: tests begin there."""
 
