@@ -116,6 +116,6 @@ class PackedFactors:
     factors: Tensor
     """Plain int32 [2, 2, W], or cut into bytes: fp16 [half, head, D, column] on a GPU, int16 on a CPU, with a bias."""
     bias: Tensor | None
-    """int32 [half, head, sum]: what the sums lack where bytes less 128 are multiplied; None: nothing."""
+    """int32 [half, head, sum]: what the sums lack where lanes less 2**15 are multiplied; None: nothing."""
     plain_22W: Tensor
     """The coefficients themselves: what digests by them serves for the factors of any column."""
