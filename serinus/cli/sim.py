@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from serinus.cli.show import check_folder, console, write_json, write_text
 from serinus.cli.sim_picture import draw_timeline
 from serinus.core.clock import WallClock
 from serinus.core.errors import ConfigError
+from serinus.core.heap import settle_heap
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -182,8 +182,7 @@ def _begin() -> None:
     """Import the simulation, and let the collector of garbage pass over what was imported: it is never garbage."""
     import serinus.sim  # noqa: F401
 
-    gc.collect()
-    gc.freeze()
+    settle_heap()
 
 
 def _begin_worker() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 
 __all__ = ["collect_seldom", "settle_heap"]
@@ -25,3 +26,4 @@ def settle_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries complain of what is not let go then
