@@ -114,7 +114,7 @@ class PackedFactors:
     """Digest coefficients of one layer as `pack_factors` left them, for `watched_attention` of the same column."""
 
     factors: Tensor
-    """Plain int32 [2, 2, W], or cut into bytes: fp16 [half, head, D, column] on a GPU, int16 on a CPU, with a bias."""
+    """Plain int32 [2, 2, W], or cut: in bytes, fp16 [half, head, D, column], on a GPU; in halves, int16, on a CPU."""
     bias: Tensor | None
     """int32 [half, head, sum]: what the sums lack where lanes less 2**15 are multiplied; None: nothing."""
     plain_22W: Tensor

@@ -190,10 +190,10 @@ def _decode(
         k_head, v_head = k + h * SIZE + d[None, :], v + h * SIZE + d[None, :]
         if WATCHED:
             c, half = tl.arange(0, COLUMNS), HEADS * LANES * COLUMNS
-            at_DC, held = planes + (h * LANES + d)[:, None] * COLUMNS + c[None, :], c[None, :] >= 0
+            at_DC = planes + (h * LANES + (d if WORDS else d // 2))[:, None] * COLUMNS + c[None, :]
+            held = c[None, :] >= 0
             if not WORDS:  # elements of one byte are the low and the high half of a lane, in turn
-                odd = d[:, None] % 2
-                at_DC, held = planes + (h * LANES + d // 2)[:, None] * COLUMNS + c[None, :] - odd, c[None, :] % 4 >= odd
+                at_DC, held = at_DC - d[:, None] % 2, c[None, :] % 4 >= d[:, None] % 2
             k_planes, v_planes = tl.load(at_DC, mask=held, other=0.0), tl.load(at_DC + half, mask=held, other=0.0)
             shift_C, two = (c % 4 * 8).to(tl.uint32), tl.arange(0, 2)
             low, high = tl.load(due + 2 * due_columns + b).to(tl.int32), tl.load(due + 3 * due_columns + b).to(tl.int32)
