@@ -27,7 +27,9 @@ def _in_all_lanes(words: Sequence[int], lanes: Sequence[StampLane]) -> list[int]
 
 def check_counts(parts: Collection[PartLanes], host_slots: int | None) -> tuple[CheckCount, ...]:
     """Slots due and checked by each check; `host_slots`: those of the host tier, None = there is none. Waits for the
-    device."""
+    device, once a part."""
+    for lanes in parts:
+        lanes.counts.expire()
     head, tail = tuple(StampLane)[:2], tuple(StampLane)[2:]
     kinds = {
         "head": [(lanes.running, head) for lanes in parts],
@@ -41,7 +43,7 @@ def check_counts(parts: Collection[PartLanes], host_slots: int | None) -> tuple[
     return counts + tuple(
         CheckCount(
             check=check, due=sum(ring.due for ring, _ in rings),
-            checked=sum(int(ring.checked_L[list(set(ring.lanes) & set(some))].min()) for ring, some in rings),
+            checked=sum(ring.fewest(some) for ring, some in rings),
         )
         for check, rings in kinds.items()
     )  # fmt: skip

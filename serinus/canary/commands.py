@@ -165,20 +165,20 @@ class CanaryAnswer:
     """Checks that found more since then."""
     injections: tuple[Injection, ...] = ()
     """Faults planted on purpose since then."""
+    checked: list[list[int]] | None = None
+    """To CheckRows: slots of each row that were verified, as CanaryRank.checked has them."""
+    sound: tuple[int, ...] = ()
+    """To CheckHost: of each of its copies, how many leading pages are sound."""
     slots_due: int = 0
-    """Slots that had to be verified so far."""
+    """To TellCounts, as what follows: slots that had to be verified so far."""
     slots_checked: int = 0
     """Slots that were verified so far."""
     checks: tuple[CheckCount, ...] = ()
     """The same check by check, the sweep included."""
-    sound: tuple[int, ...] = ()
-    """To CheckHost: of each of its copies, how many leading pages are sound."""
     seconds: float = 0.0
     """That this rank has spent in calls of the canary so far."""
     total: int = 0
     """Violations so far, those whose details were lost to the ring's overflow included."""
-    checked: list[list[int]] | None = None
-    """To CheckRows: slots of each row that were verified, as CanaryRank.checked has them."""
 
 
 def slots_checked(ranks: Iterable[list[list[int]] | None]) -> list[int]:

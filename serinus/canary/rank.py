@@ -241,11 +241,11 @@ class CanaryRank:
                 self._sweep(command)
             case CheckRows():
                 found, checked = self._check_rows(command)
-                return (replace(self._answer(command.number, found), checked=checked),)
+                return (self._answer(command.number, found, checked=checked),)
             case CheckHost():
-                return (replace(self._answer(command.number, ()), sound=self._check_host(command)),)
+                return (self._answer(command.number, sound=self._check_host(command)),)
             case TellCounts():
-                return (self._answer(command.number, self._take()),)
+                return (self._counted(command.number),)
             case CachedPages() if self.perturber is not None:
                 self.perturber.cached["host" if command.is_host else "device", command.part] = command.pages
             case PlantFaults() if self.perturber is not None:
@@ -393,12 +393,23 @@ class CanaryRank:
                 self._bind(lanes, lane, slots[-1:], positions[-1:], chains[positions[-1:]], names[-1:], ring, counts_N4)
         ring.due += len(slots) + min(1, len(slots))
 
-    def _answer(self, number: int, found: Sequence[Violation | RingOverflow]) -> CanaryAnswer:
+    def _answer(
+        self, number: int, found: Sequence[Violation | RingOverflow] = (), *,
+        checked: list[list[int]] | None = None, sound: tuple[int, ...] = (),
+    ) -> CanaryAnswer:  # fmt: skip
         return CanaryAnswer(
             number=number,
             violations=tuple(each for each in found if isinstance(each, Violation)),
             overflows=tuple(each for each in found if isinstance(each, RingOverflow)),
             injections=self._new_injections(),
+            checked=checked,
+            sound=sound,
+        )
+
+    def _counted(self, number: int) -> CanaryAnswer:
+        answer = self._answer(number, self._take())
+        return replace(
+            answer,
             slots_due=sum(self.due_slots.values()),
             slots_checked=self.checked_slots(),
             seconds=self.spent.seconds,

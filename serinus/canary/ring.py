@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -145,6 +145,12 @@ class Ring:
         """Nothing was due, checked or found so far. Not while a reading is marked."""
         self.due = self._read = self.told = 0
         self._counts.counts_RC[self._index].zero_()
+
+    def fewest(self, lanes: Collection[StampLane]) -> int:
+        """Slots that were checked by the latest reading, in that of these lanes in which they are fewest; a lane that
+        is not served does not count."""
+        words = self._counts.latest().words()
+        return min(words[place] for lane, place in zip(self.lanes, self._words[1:], strict=True) if lane in lanes)
 
     def take(self, marked: MarkedCounts | None = None) -> RingNews | None:
         """What is new; None where nothing was found since the last reading, and all that was due was checked. Of an
