@@ -1,11 +1,12 @@
-"""check_counts: what the canary of a rank had to verify and what it did, by check; and what it did by sequence."""
+"""What the canary of a rank had to verify and what it did, by check; and what it did by sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
-from serinus.canary.commands import CheckCount
+from serinus.canary.commands import CanaryAnswer, CheckCount
 from serinus.canary.lanes import PartLanes
 from serinus.core.parts import Part
 from serinus.kernels import StampLane, stamp_lanes
@@ -25,11 +26,22 @@ def _in_all_lanes(words: Sequence[int], lanes: Sequence[StampLane]) -> list[int]
     return first if others.count(first) == len(others) else list(map(min, first, *others))
 
 
-def check_counts(parts: Collection[PartLanes], host_slots: int | None) -> tuple[CheckCount, ...]:
-    """Slots due and checked by each check; `host_slots`: those of the host tier, None = there is none. Waits for the
-    device, once a part."""
-    for lanes in parts:
-        lanes.counts.expire()
+def with_counts(
+    answer: CanaryAnswer, parts: Collection[PartLanes], host_slots: int | None, seconds: float, total: int
+) -> CanaryAnswer:
+    """The answer with what was due and checked so far. `host_slots`: slots of the host tier that were checked, None =
+    there is none. Waits for the device, once a part."""
+    return replace(
+        answer,
+        slots_due=sum(ring.due for lanes in parts for ring in lanes.of_requests),
+        slots_checked=sum(lanes.checked_slots() for lanes in parts),  # reads the counts anew, for what follows too
+        checks=_by_check(parts, host_slots),
+        seconds=seconds,
+        total=total,
+    )
+
+
+def _by_check(parts: Collection[PartLanes], host_slots: int | None) -> tuple[CheckCount, ...]:
     head, tail = tuple(StampLane)[:2], tuple(StampLane)[2:]
     kinds = {
         "head": [(lanes.running, head) for lanes in parts],

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serinus.canary.begin import begin_checks
-from serinus.canary.check_counts import by_part, check_counts
+from serinus.canary.check_counts import by_part, with_counts
 from serinus.canary.commands import (
     CachedPages,
     CanaryAnswer,
@@ -241,11 +241,13 @@ class CanaryRank:
                 self._sweep(command)
             case CheckRows():
                 found, checked = self._check_rows(command)
-                return (self._answer(command.number, found, checked=checked),)
+                return (replace(self._answer(command.number, found), checked=checked),)
             case CheckHost():
-                return (self._answer(command.number, sound=self._check_host(command)),)
+                return (replace(self._answer(command.number, ()), sound=self._check_host(command)),)
             case TellCounts():
-                return (self._counted(command.number),)
+                answer = self._answer(command.number, self._take())
+                host_slots = None if self.host_check is None else self.host_check.slots
+                return (with_counts(answer, self.parts.values(), host_slots, self.spent.seconds, self.violation_count),)
             case CachedPages() if self.perturber is not None:
                 self.perturber.cached["host" if command.is_host else "device", command.part] = command.pages
             case PlantFaults() if self.perturber is not None:
@@ -393,28 +395,12 @@ class CanaryRank:
                 self._bind(lanes, lane, slots[-1:], positions[-1:], chains[positions[-1:]], names[-1:], ring, counts_N4)
         ring.due += len(slots) + min(1, len(slots))
 
-    def _answer(
-        self, number: int, found: Sequence[Violation | RingOverflow] = (), *,
-        checked: list[list[int]] | None = None, sound: tuple[int, ...] = (),
-    ) -> CanaryAnswer:  # fmt: skip
+    def _answer(self, number: int, found: Sequence[Violation | RingOverflow]) -> CanaryAnswer:
         return CanaryAnswer(
             number=number,
             violations=tuple(each for each in found if isinstance(each, Violation)),
             overflows=tuple(each for each in found if isinstance(each, RingOverflow)),
             injections=self._new_injections(),
-            checked=checked,
-            sound=sound,
-        )
-
-    def _counted(self, number: int) -> CanaryAnswer:
-        answer = self._answer(number, self._take())
-        return replace(
-            answer,
-            slots_due=sum(self.due_slots.values()),
-            slots_checked=self.checked_slots(),
-            seconds=self.spent.seconds,
-            checks=check_counts(self.parts.values(), None if self.host_check is None else self.host_check.slots),
-            total=self.violation_count,
         )
 
     def _new_injections(self) -> tuple[Injection, ...]:
