@@ -1,5 +1,5 @@
-"""What the canary costs: the 221M model and the shape of Qwen3-0.6B with and without it, decode at batch 16 and a
-prefill chunk, in one run.
+"""What the canary costs a rank: the 221M model and the shape of Qwen3-0.6B with and without it, decode at batch 16 and
+a prefill chunk, in one run.
 
 Goals, of decode time: `partial` + rotating:16 <= 1 %, `all` + rotating:16, the default, <= 1.5 %, `all` + full
 <= 15 %; digests of pages that arrive >= 15 GB/s. Ceiling of a digest: a plain sum over as many bytes. Every mode has an
@@ -23,6 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ from serinus.canary.commands import CheckRows, RowPages
 from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig, from_names
 from serinus.core.parts import PageSpan, Part
-from serinus.core.request import Request
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.core.stamps import digest_coefficients
@@ -101,14 +101,17 @@ def decode_seconds(engines: dict[str, DirectEngine], rounds: int) -> dict[str, l
         batches[mode] = [start(engine, PROMPT, (rounds + 1) * STRIDE, i) for i in range(BATCH)]
         for seq in batches[mode]:
             engine.step([(seq, PROMPT)])
-    spent: dict[str, list[float]] = {mode: [] for mode in engines}
-    order = np.random.default_rng(1)
-    for step in range((rounds + 1) * STRIDE - 1):
-        for mode in order.permutation(list(engines)).tolist():
-            work = [(seq, 1) for seq in batches[mode]]
-            took = seconds(lambda e=engines[mode], w=work: e.step(w))  # type: ignore[misc]
-            if step >= STRIDE - 1:
-                spent[mode].append(took)
+    jobs = {mode: partial(engine.step, [(seq, 1) for seq in batches[mode]]) for mode, engine in engines.items()}
+    spent = in_turns(jobs, (rounds + 1) * STRIDE - 1, 1)
+    return {mode: steps[STRIDE - 1 :] for mode, steps in spent.items()}
+
+
+def in_turns(jobs: dict[str, Callable[[], object]], steps: int, seed: int) -> dict[str, list[float]]:
+    """Seconds of so many calls of each job, in turns of another order each."""
+    order, spent = np.random.default_rng(seed), {name: list[float]() for name in jobs}
+    for _ in range(steps):
+        for name in order.permutation(list(jobs)).tolist():
+            spent[name].append(seconds(jobs[name]))
     return spent
 
 
@@ -117,6 +120,16 @@ def overhead(steps: list[float], plain: list[float]) -> float:
     these the mean."""
     ratios = np.array(steps).reshape(-1, STRIDE) / np.array(plain).reshape(-1, STRIDE) - 1
     return float(np.median(ratios, 0).mean())
+
+
+def told(shares: list[float], goal: float) -> dict[str, Any]:
+    """What draws found: the mean and its standard error."""
+    return {
+        "decode_overhead": round(statistics.fmean(shares), 4),
+        "spread": round(statistics.stdev(shares) / len(shares) ** 0.5, 4),
+        "draws": [round(share, 4) for share in shares],
+        "goal": goal,
+    }
 
 
 def end_seconds(engine: DirectEngine, rounds: int) -> float:
@@ -173,10 +186,7 @@ def costs(path: Path, dtype_name: str, rounds: int, draws: int) -> dict[str, Any
         "prefill_chunk_ms": round(prefill["none"] * 1e3, 1),
         "modes": {
             mode: {
-                "decode_overhead": round(statistics.fmean(shares), 4),
-                "spread": round(statistics.stdev(shares) / len(shares) ** 0.5, 4),
-                "draws": [round(share, 4) for share in shares],
-                "goal": GOALS[mode],
+                **told(shares, GOALS[mode]),
                 "prefill_overhead": round(prefill[mode] / prefill["none"] - 1, 4),
             }
             for mode, shares in found.items()
@@ -217,11 +227,25 @@ class Spent:
         return counted
 
 
+def decoding(path: Path, steps: int, **named: Any) -> EngineDriver:
+    """A whole engine that decodes its batch, for so many steps and more; all that is not named is as by default."""
+    given = {"model_path": str(path), "max_total_tokens": 8192, "context_length": 1024, "max_step_ms": 0}
+    config = from_names(ServeConfig, {**given, "decode_log_interval": 0, **named})
+    driver = EngineDriver(build_engine(config, CLOCK))
+    for index in range(BATCH):
+        rng = Rng(index)
+        prompt = [rng.randrange(5, 32000) for _ in range(PROMPT)]
+        driver.add(str(index), prompt, steps + 2 * STRIDE, seed=index, stream=True)
+    while not all(driver.deltas.values()):
+        driver.turn()
+    return driver
+
+
 def fixed_us(path: Path, dtype: str, rounds: int) -> dict[str, float]:
     """Microseconds of CPU time of the canary's own calls in a decode step, by part: medians over steps."""
     steps = (rounds + 1) * STRIDE
-    given = {"model_path": str(path), "threads": 1, "max_total_tokens": 8192, "context_length": 1024, "dtype": dtype}
-    built = build_engine(from_names(ServeConfig, {**given, "max_step_ms": 0, "decode_log_interval": 0}), CLOCK)
+    driver = decoding(path, steps, threads=1, dtype=dtype)
+    built = driver.built
     spent, lead, rank = Spent(), built.engine.canary, built.canary
     assert lead is not None, "the canary is not on by default"
     assert rank is not None, "the canary has no rank here"
@@ -232,13 +256,6 @@ def fixed_us(path: Path, dtype: str, rounds: int) -> dict[str, float]:
     spent.watch("before_layers", rank.hook, ("can_replay", "stage", "before", "before_layer"))
     spent.watch("layers_are_told", rank.hook, ("writes", "reads", "layer_digests"))
     spent.watch("after_layers", rank.hook, ("after",))
-    driver, sampling = EngineDriver(built), SamplingParams(temperature=0.0, max_new_tokens=steps + 8, ignore_eos=True)
-    for index in range(BATCH):
-        rng = Rng(index)
-        prompt = np.array([rng.randrange(5, 32000) for _ in range(PROMPT)], np.int32)
-        driver.send(Request(rid=str(index), prompt=prompt, sampling=sampling, seed=index, stream=True))
-    while not all(driver.deltas.values()):
-        driver.turn()
     found: list[dict[str, int]] = []
     while len(found) < steps:
         assert not built.engine.idle, f"the engine is done after {len(found)} whole steps, expected {steps}"
@@ -303,14 +320,20 @@ def digest_rates(ops: Kernels, lanes: int, layers: int, threads: int, rounds: in
     }
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__)
+def parser(words: str | None, draws: int) -> argparse.ArgumentParser:
+    """Of what the benchmarks of the canary's cost take."""
+    arguments = argparse.ArgumentParser(description=words)
     arguments.add_argument("--rounds", type=int, default=5)
-    arguments.add_argument("--draws", type=int, default=12, help="times that all engines are made anew, at least 2")
+    arguments.add_argument("--draws", type=int, default=draws, help="times that all engines are made anew, at least 2")
     arguments.add_argument("--threads", type=int, default=2)
-    arguments.add_argument("--dtype", default="auto", help="as `serve` takes it; auto = what this CPU computes in")
     arguments.add_argument("--checkpoint", default="", help="directory of the 221M model, to use or to make")
     arguments.add_argument("--larger", default="", help="directory for 0.6b, to use or to make; none: it is made anew")
+    return arguments
+
+
+def main() -> None:
+    arguments = parser(__doc__, draws=12)
+    arguments.add_argument("--dtype", default="auto", help="as `serve` takes it; auto = what this CPU computes in")
     args = arguments.parse_args()
     kernels = load("cpu")
     path = checkpoint_221m(args.checkpoint)

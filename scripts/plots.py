@@ -135,7 +135,7 @@ def tiers() -> Figure:
 
 
 def canary() -> Figure:
-    """What the canary costs of a step, by what it digests and how often, beside its goals."""
+    """What the canary costs a rank of a step, by what it digests and how often, beside its goals."""
     found = result("canary")
     words = {
         "partial_rotating": "16 bytes a row,\nrotating:16", "all_rotating": "every byte,\nrotating:16",
@@ -154,7 +154,7 @@ def canary() -> Figure:
     axes.set_xticks(range(len(words)), list(words.values()))
     axes.set_ylabel("% of the step without it")
     axes.set_ylim(0, None)
-    axes.set_title("What the canary costs")
+    axes.set_title("What the canary costs a rank")
     axes.plot([], [], "s", color=GREEN, label=f"decode step ({found['decode_step_ms']:.0f} ms)")
     axes.plot([], [], "s", color=BLUE, label=f"prompt chunk ({found['prefill_chunk_ms']:.0f} ms)")
     axes.plot([], [], "-", color=RED, label="goal of the decode step")

@@ -33,7 +33,7 @@ def with_counts(
     there is none. Waits for the device, once a part."""
     return replace(
         answer,
-        slots_due=sum(ring.due for lanes in parts for ring in lanes.of_requests),
+        slots_due=sum(lanes.due_slots for lanes in parts),
         slots_checked=sum(lanes.checked_slots() for lanes in parts),  # reads the counts anew, for what follows too
         checks=_by_check(parts, host_slots),
         seconds=seconds,

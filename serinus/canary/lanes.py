@@ -71,6 +71,11 @@ class PartLanes:
         return self.running, self.arriving, self.ending
 
     @property
+    def due_slots(self) -> int:
+        """Slots of requests that had to be verified so far."""
+        return sum(ring.due for ring in self.of_requests)
+
+    @property
     def active_tags(self) -> list[str]:
         """Checks of this part that looked at a slot at least once. Waits for the device."""
         active = []

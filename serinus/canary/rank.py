@@ -261,7 +261,7 @@ class CanaryRank:
     @property
     def due_slots(self) -> dict[Part, int]:
         """Slots of requests that had to be verified so far, by part: in steps, at arrival, at the end."""
-        return {part: sum(ring.due for ring in lanes.of_requests) for part, lanes in self.parts.items()}
+        return {part: lanes.due_slots for part, lanes in self.parts.items()}
 
     def checked_slots(self) -> int:
         """Slots of requests whose keys were verified so far. Waits for the device."""
