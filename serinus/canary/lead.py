@@ -102,10 +102,8 @@ class CanaryLead:
         self._recalls = Recalls(cache, requests)
         copies = CopyCheck(settings, cache, self._verify_copies)
         self._judgement = Judge(cache, requests, self._verify, copies.verified, self._was_condemned)
-        self._running: set[str] = set()
-        """Requests of the last plan..."""
         self._seen_at = clock.now()
-        """...and when the pages of all of them were last noted as verified."""
+        """When the pages of all running requests were last noted as verified."""
         self._names = names
         self.faults = faults
         """Faults on purpose; None where the settings neither ask for some nor allow orders."""
@@ -252,14 +250,13 @@ class CanaryLead:
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def _note_verified(self, plan: StepPlan) -> None:
-        """A request that is new in a plan is verified whole in that step, one that goes on at least once in so many
-        steps as coverage says: noted for the new ones at once, for all of them about once in a second."""
-        rids, now = {work.rid for work in plan.work}, self._clock.now()
+        """A request is verified whole in a step that says so, as its first one does, and at least once in so many steps
+        as coverage says: noted for the first kind at once, for all of them about once in a second."""
+        now = self._clock.now()
         is_time = now - self._seen_at >= _SEEN_S
-        noted = rids if is_time else rids - self._running
-        self._running = rids
         if is_time:
             self._seen_at = now
+        noted = [work.rid for work in plan.work if is_time or work.whole]
         for part, pages in self._requests.rows_of(noted).items() if noted else ():
             self._cache.seen(part, pages)
 

@@ -246,7 +246,7 @@ class ReqState:
         self.tokens[: self.known] = prompt
         self.head = self.tokens[: min(self.page_size, self.known)].tobytes()
         self._begin_rows()
-        self.chain = None if self.chain_hashes is None else TokenChain(self.chain_hashes, self.page_size)
+        self.chain = None if self.chain_hashes is None else TokenChain(self.chain_hashes)
         self.stop_set = frozenset(self.stop_ids)
         self.min_new = self.request.sampling.min_new_tokens
         sampling = self.request.sampling
@@ -374,7 +374,7 @@ class ReqState:
         """One more known token."""
         self.reserve()
         known = self.known
-        if self.chain is not None and known < self.chain.reach:  # it went back, and goes on otherwise
+        if self.chain is not None and known < self.chain.count:  # it went back, and goes on otherwise
             self.chain.cut(known)
         self.tokens[known] = token
         self.known = known + 1
@@ -408,8 +408,8 @@ class ReqState:
         return max(self.right, min(self.known, self.verified + 1)) if self.confirmed else self.known
 
     def chain_at(self, count: int) -> int:
-        """Chain hash (core.stamps) of its first `count` known tokens, int64; 0 where no canary asks. Cost: 1 us for one
-        token more than the last time, some 10 ns a token otherwise."""
+        """Chain hash (core.stamps) of its first `count` known tokens, int64; 0 where no canary asks. Cost: of
+        TokenChain."""
         return 0 if self.chain is None else self.chain.at(self.tokens, count)
 
     def repaired(self) -> int:

@@ -306,8 +306,9 @@ def test_seconds_since_cached_pages_were_verified_end_with_a_sweep_a_hit_or_a_ru
     plan = another.scheduler.plan(0.0)
     assert plan is not None
 
-    def begin(rid: str = "") -> None:
-        lead.begin(replace(PLAN, work=tuple(replace(work, rid=rid) for work in plan.work if rid)))
+    def begin(rid: str = "", *, goes_on: bool = False) -> None:
+        work = tuple(replace(each, rid=rid, whole=not goes_on) for each in plan.work if rid)
+        lead.begin(replace(PLAN, work=work))
 
     assert ages() == (0.0, 0.0)
     clock.advance(10.0)
@@ -315,7 +316,7 @@ def test_seconds_since_cached_pages_were_verified_end_with_a_sweep_a_hit_or_a_ru
     begin("runs")
     assert ages() == (0.0, 0.0)
     clock.advance(0.5)
-    begin("runs")
+    begin("runs", goes_on=True)
     assert ages() == (0.5, 0.5), "of a request that goes on it is noted once in a second"
     clock.advance(0.5)
     begin("gone")
