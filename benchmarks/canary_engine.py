@@ -11,6 +11,7 @@ an engine a percent or two faster or slower.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -43,6 +44,8 @@ def cost(path: Path, threads: int, rounds: int, draws: int) -> dict[str, Any]:
         spent = in_turns(jobs, steps, draw)
         plain += spent["none"]
         shares.append(overhead(spent["heal"], spent["none"]))
+        jobs.clear()
+        gc.collect()  # engines are cycles, and two more come
     return {"decode_step_ms": round(statistics.median(plain) * 1e3, 2), **told(shares, GOALS["all_rotating"])}
 
 
