@@ -279,12 +279,9 @@ class Scheduler:
         if verify_steps <= 1:
             return rows
         for state, work, seq in zip(step.states, step.plan.work, result.seqs, strict=True):
-            if state is None or (token := seq.token) is None or state.aborting or work.whole:
+            if state is None or state.aborting or work.whole or seq.token is None:
                 continue
-            known = state.known
-            if not (seq.ends or token in state.stop_set or known + 1 >= state.limit or known < state.left):
-                continue  # as nearly all do, in each step: it goes on
-            if seq.ends or is_last(state, token) or state.contradicts(token):
+            if seq.ends or is_last(state, seq.token) or state.contradicts(seq.token):
                 rows[state.rid] = state.own_pages(work.start + len(work.tokens))
         return rows
 
