@@ -41,7 +41,7 @@ PAGES = 512
 """Of each pool: 1.2 GB."""
 PULLED = 256
 """Pages of one pull..."""
-LONG = 512
+LONG = PAGES
 """...and of one of a long prompt."""
 TOGETHER = 8
 """Pulls under way at a time, as of as many handoffs."""

@@ -35,7 +35,7 @@ _PROCESSES = {"shared": min(16, os.cpu_count() or 1)}
 each has half a gigabyte of the card and more."""
 BENCHMARKS = {
     "server": "gpu_server --rounds 2", "engine_64": "gpu_engine --batch 64 --canary none rotating:16",
-    "canary": "gpu_canary", "handoff": "gpu_handoff", "tiers": "gpu_tiers --rounds 2",
+    "canary": "gpu_canary", "handoff": "gpu_handoff --pairs 3", "tiers": "gpu_tiers --rounds 2",
     "engine": "gpu_engine --batch 1 16 256 --canary none", "kernels": "gpu_kernels", "models": "gpu_models",
     "canary_step": "canary_gpu_step", "load": "gpu_load",
 }  # fmt: skip
