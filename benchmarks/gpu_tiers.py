@@ -10,7 +10,8 @@ The same with plain pinned copies of 512 MB, one behind another: what a step los
 `asks_ms`: what the engine's thread spends to ask for all pages in one copy, and at most in one call of the mover where
 there are eight such behind one another.
 
-    python -m benchmarks.gpu_tiers [--pages 1024] [--rounds 5] [--canary none|full] [--ways out in both] [--no-engine]
+    python -m benchmarks.gpu_tiers [--pages 1024] [--rounds 5] [--canary none|rotating:16|full] [--ways out in both] \
+        [--no-engine]
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pages", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--canary", choices=["none", "full"], default="none")
+    parser.add_argument("--canary", choices=["none", "rotating:16", "full"], default="none")
     parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=[*WAYS])
     parser.add_argument("--no-engine", action="store_true", help="copies alone")
     arguments = parser.parse_args()
