@@ -48,19 +48,16 @@ class Checked:
     found: int = 0
     """Counted by the ranks as they verified them."""
     turns_from: int = -1
-    """Start of the first decode step that is not counted in `slots`; -1 = there is none."""
+    """In decode steps from this start on, as far as there were some, what has its turn was due, and is not counted in
+    `slots`; -1 = in none."""
     repaired: Counter[str] = field(default_factory=Counter)
     """Tokens whose KV was given up by heals, by where it came from instead."""
 
-    def whole(self, start: int, windows: Mapping[Part, int | None]) -> None:
-        """All that a sequence reads before `start` was due: the first steps after it came from elsewhere."""
+    def whole(self, start: int, end: int, windows: Mapping[Part, int | None]) -> None:
+        """All that a sequence reads before `start` was due, in a step that ended at `end`; turns are behind it."""
         read = sum(start if window is None else min(start, window - 1) for window in windows.values())
         self.slots += read + (len(windows) if start else 0)
-
-    def turn(self, start: int) -> None:
-        """In a decode step with this start what has its turn was due."""
-        if self.turns_from < 0:
-            self.turns_from = start
+        self.turns_from = end
 
     def close(self, computed: int, turn_size: int, stride: int, windows: Mapping[Part, int | None]) -> int:
         """Count the turns up to the step with start `computed` - 1; all slots due so far. Cost: a pass over the

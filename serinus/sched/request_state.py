@@ -329,12 +329,12 @@ class ReqState:
         self.planned = self.computed = self.verified = self.published = length
         self.vouched, self.sure = 0, False
 
-    def step_done(self, work: SeqWork, verify_steps: int, slots: int) -> None:
+    def step_done(self, work: SeqWork, slots: int) -> None:
         """A step of it has ended, and no canary found anything wrong with it in that step. `slots`: those verified.
 
-        `verify_steps`: a slot is verified in one of so many decode steps; 0 = always sound. By now every slot
-        that the step with start - verify_steps + 1 read has had its turn since that step read it.
+        By now every slot that the step with start - verify_steps + 1 read has had its turn since that step read it.
         """
+        verify_steps = self.verify_steps
         self.computed = work.start + len(work.tokens)
         self.checked.found += slots
         complete = work.whole or verify_steps <= 1
@@ -342,11 +342,9 @@ class ReqState:
             self.verified = self.computed
         else:
             self.verified = max(self.verified, work.start - verify_steps + 1, min(self.vouched, self.computed))
-        if work.whole:
+        if work.whole and verify_steps:
             self.checked.close(work.start, self.turn_size, verify_steps, self.verify_windows)
-            self.checked.whole(work.start, self.verify_windows)
-        elif verify_steps:
-            self.checked.turn(work.start)
+            self.checked.whole(work.start, self.computed, self.verify_windows)
 
     def vouch(self, count: int, slots: int) -> None:
         """A canary found the KV of its first `count` tokens sound, as far as it has pages of them, beside any step; it

@@ -68,7 +68,7 @@ class Scheduler:
             settings, allocator, batch, admission, self.incoming, self._requests, self._totals, self._pace
         )
         self._step_commit = StepCommit(
-            settings.vocab_size, settings.verify_steps, allocator, batch, self._outgoing, self._requests, self._totals
+            settings.vocab_size, allocator, batch, self._outgoing, self._requests, self._totals
         )
         self._states, self._waiting = self._requests.states, self._requests.waiting
         self.requests = self._states.values()

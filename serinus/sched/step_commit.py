@@ -28,14 +28,13 @@ class StepCommit:
     def __init__(
         self,
         vocab_size: int,
-        verify_steps: int,
         allocator: PageAllocator,
         batch: Batch,
         outgoing: Outgoing,
         requests: RequestQueues,
         totals: Totals,
     ) -> None:
-        self._vocab_size, self._verify_steps = vocab_size, verify_steps
+        self._vocab_size = vocab_size
         self._allocator = allocator
         self._batch = batch
         self._outgoing = outgoing
@@ -52,7 +51,7 @@ class StepCommit:
         for state, work, seq, slots in zip(step.states, step.plan.work, result.seqs, checked, strict=True):
             if state is None:
                 continue
-            state.step_done(work, self._verify_steps, slots)
+            state.step_done(work, slots)
             if state.aborting:
                 if not state.under_way:
                     self._requests.end(state)

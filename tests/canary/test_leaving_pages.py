@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from serinus.core.plan import SeqWork
 from serinus.sched.request_state import ReqState
 
 from .little_memory import TIERS, alike, answer_all, flip, flip_host, shift
@@ -47,9 +48,13 @@ def test_it_was_also_over_tiers_under_write_back_in_storms_of_evictions_and_heal
 def test_a_horizon_that_is_ahead_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weakness that this account is for. The product's own is one step behind what it could be."""
     done = ReqState.step_done
-    monkeypatch.setattr(
-        ReqState, "step_done", lambda self, work, steps, slots: done(self, work, max(0, steps - 2), slots)
-    )
+
+    def done_early(state: ReqState, work: SeqWork, slots: int) -> None:
+        steps, state.verify_steps = state.verify_steps, max(0, state.verify_steps - 2)
+        done(state, work, slots)
+        state.verify_steps = steps
+
+    monkeypatch.setattr(ReqState, "step_done", done_early)
     with pytest.raises(AssertionError, match="is within the horizon"):
         answer_all(tmp_path)
 
