@@ -67,8 +67,9 @@ def run(command: Command, words: Sequence[str]) -> int:
         setup_logging(config.server.log_level, f"node {config.parallel.node_rank}", config.server.log_format)
         return run_node(config)
     setup_logging(config.server.log_level, "" if child is not None else "front", config.server.log_format)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave_early)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _leave_early)
     from serinus.front import bind, server_tls
 
     front_settings(config)  # a wrong one is refused before anything starts
@@ -80,7 +81,7 @@ def run(command: Command, words: Sequence[str]) -> int:
 
 def _leave_early(number: int, frame: FrameType | None) -> NoReturn:
     """Told to stop before the HTTP server listens to that: by way of an exception, so that the folder is removed."""
-    for each in (signal.SIGTERM, signal.SIGINT):
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     raise SystemExit(128 + number)
 

@@ -10,10 +10,11 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser, read_config
@@ -28,6 +29,7 @@ from serinus.core.errors import ConfigError
 from serinus.core.fleet_settings import RouteSettings
 from serinus.core.free_ports import free_ports
 from serinus.core.heap import settle_heap
+from serinus.core.lifeline import end_with_parent
 from serinus.core.log import child_line, get_logger, setup_logging
 from serinus.models import check_path
 
@@ -75,8 +77,10 @@ def members(config: UpConfig) -> list[Member]:
     for role, port in zip(roles, free_ports(len(roles)), strict=True):
         number = sum(member.config.role == role for member in group)
         name = f"{role}-{number}"
-        gpus = visible_gpus(config, role, number)
-        group.append(Member(config=config.engine(role=role, name=name, port=port, threads=threads), gpus=gpus))
+        own = config.engine(role=role, name=name, port=port, threads=threads)
+        if config.up.gpus_of(role) and own.model.device == "auto":  # else it would take the CPU where there is no GPU
+            own = replace(own, model=replace(own.model, device="cuda"))
+        group.append(Member(config=own, gpus=visible_gpus(config, role, number)))
     return group
 
 
@@ -115,8 +119,11 @@ def run(command: Command, words: Sequence[str]) -> int:
     started = clock.now()
     parser = make_parser(command)
     parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)  # gets a line of JSON when all are ready
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # the process that started this one: ends with it
     add_settings(parser, UpConfig, positional_model=True)
     config, arguments = read_config(UpConfig, parser, words)
+    if arguments.parent is not None:
+        end_with_parent(arguments.parent, signal.SIGTERM)
     if not config.model.model_path:
         raise UsageProblem("no model is named, expected a directory or a hub id: serinus up MODEL")
     setup_logging(config.server.log_level, "up", config.server.log_format)

@@ -132,7 +132,7 @@ def _host_bytes(built: Built) -> int:
 def _announce(built: Built, seconds: dict[str, float]) -> None:
     config = built.config
     for part, each in built.pools.items():
-        half_gb = _bytes(each.spec) / 2 / 2**30
+        half_gb = _bytes(each.spec) / 2 / 1e9
         tokens = (each.spec.page_count - 1) * each.spec.page_size
         name = "" if len(built.pools) == 1 else f" part: {part.name}, layers: {each.spec.layer_count},"
         _log.info(
@@ -142,7 +142,7 @@ def _announce(built: Built, seconds: dict[str, float]) -> None:
     if built.tiers is not None:
         _log.info(
             "Host tier is allocated. #tokens: %d, size: %.2f GB, write policy: %s, storage: %s",
-            _host_tokens(built), _host_bytes(built) / 2**30, config.cache.hicache_write_policy,
+            _host_tokens(built), _host_bytes(built) / 1e9, config.cache.hicache_write_policy,
             config.cache.hicache_storage_dir or "none",
         )  # fmt: skip
     _log.info(

@@ -86,12 +86,14 @@ def _ending(error: Exception, exit_record: ExitRecord, *, several: bool) -> Engi
 
 
 def _obey_signals(loop: EngineLoop) -> None:
-    """SIGTERM ends the loop after what runs; Ctrl-C reaches the whole group, and the front decides."""
+    """SIGTERM ends the loop after what runs; Ctrl-C and the end of the terminal reach the whole group, and the front
+    decides."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         loop.request_stop(drain=True)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, stop)
 
 

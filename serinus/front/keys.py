@@ -50,6 +50,11 @@ class Keys:
         self._limits = KeyLimits()
 
     @property
+    def has_file(self) -> bool:
+        """Whether some come from a file, which `refresh` reads again."""
+        return self._file is not None
+
+    @property
     def operator(self) -> str:
         """The key that opens operations; empty = there is none: they are open to all, or with a file closed."""
         return self._admin or self._user

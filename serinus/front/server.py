@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -134,16 +135,19 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT end this server, and nothing else: its caller decides what comes after."""
+        """SIGTERM and SIGINT end this server, and nothing else: its caller decides what comes after. SIGHUP (the
+        terminal was closed) does so where there is no file to read again, unless it is ignored (nohup)."""
         loop = asyncio.get_running_loop()
         taken: list[signal.Signals] = []
-        for number in (signal.SIGTERM, signal.SIGINT):
+        does: dict[signal.Signals, Callable[[], object]] = dict.fromkeys((signal.SIGTERM, signal.SIGINT), self.stop)
+        if self._tls is not None or (self._keys is not None and self._keys.has_file):
+            does[signal.SIGHUP] = partial(self._refresh, asked=True)
+        elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            does[signal.SIGHUP] = self.stop
+        for number, do in does.items():
             with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread: its owner calls stop()
-                loop.add_signal_handler(number, self.stop)
+                loop.add_signal_handler(number, do)
                 taken.append(number)
-        with contextlib.suppress(ValueError, RuntimeError):
-            loop.add_signal_handler(signal.SIGHUP, self._refresh, True)
-            taken.append(signal.SIGHUP)
         try:
             yield
         finally:

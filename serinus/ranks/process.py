@@ -56,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(LOST_CODE)  # only an operator does this to one rank: the engine ends with it
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, stop)
     try:
         _obey(config, rank, link, clock)

@@ -6,8 +6,10 @@ That the three canaries answer the fault as it says is shown from the wheel (tes
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ from serinus import LLM, SamplingParams
 from serinus.cli.demo.chats import GREETINGS, chat, draw_facts
 from serinus.cli.demo.run import MODEL
 from serinus.core.rng import Rng
+from tests.e2e.cluster import until
 
 
 @pytest.mark.slow
@@ -36,6 +39,30 @@ def test_it_prints_where_its_model_is() -> None:
     )
     assert done.stdout.strip() == str(MODEL)
     assert sum(file.stat().st_size for file in MODEL.iterdir()) < 5e6, "the wheel is to stay small"
+
+
+STAYS = """
+from contextlib import suppress
+from serinus.cli.demo.group import Group
+from serinus.cli.demo.run import MODEL
+group = Group(MODEL)
+group.wait_ready()
+with suppress(KeyboardInterrupt):
+    print(group.pid, flush=True)
+    group.wait_interrupted()
+print(group.stop(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("number", "told"), [(signal.SIGINT, "0\n"), (signal.SIGKILL, "")])
+def test_its_engines_end_in_peace_at_ctrl_c_and_when_it_is_killed(number: signal.Signals, told: str) -> None:
+    command = [sys.executable, "-c", STAYS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as demo:
+        assert demo.stdout is not None
+        pid = int(demo.stdout.readline())
+        os.killpg(demo.pid, number)  # as a terminal does at Ctrl-C
+        assert demo.stdout.read() == told
+    until(lambda: not Path(f"/proc/{pid}").exists(), "serinus up ends", 30)
 
 
 @pytest.mark.proof

@@ -122,6 +122,16 @@ def test_engines_take_the_gpus_of_their_role_in_turn_and_see_those_of_the_others
         found("--prefill 0 --prefill-gpus 0")
 
 
+def test_an_engine_whose_gpus_are_named_computes_there_or_not_at_all() -> None:
+    def devices(words: str) -> dict[str, str]:
+        return by_engine(words, lambda c: c.model.device)
+
+    assert devices("--decode 1") == {"prefill-0": "auto", "decode-0": "auto"}
+    assert devices("--prefill-gpus 0") == {"prefill-0": "cuda", "decode-0": "auto"}
+    assert devices("--prefill-gpus 0 --decode-gpus 1") == {"prefill-0": "cuda", "decode-0": "cuda"}
+    assert devices("--prefill-gpus 0 --device cpu") == {"prefill-0": "cpu", "decode-0": "cpu"}
+
+
 def test_numbers_of_gpus_are_those_that_the_environment_leaves() -> None:
     assert gpu_env((1, 0), {"A": "b"}) == {"A": "b", "CUDA_VISIBLE_DEVICES": "1,0"}
     assert gpu_env((1, 0), {"CUDA_VISIBLE_DEVICES": "5,GPU-7"})["CUDA_VISIBLE_DEVICES"] == "GPU-7,5"

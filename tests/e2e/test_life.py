@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,6 +35,25 @@ def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(checkpoint: Pat
             HTTP.post(
                 f"{server.url}/generate", json={"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
             ).raise_for_status()
+        assert len(running.result()["output_ids"]) == 100
+        assert server.process.wait(60) == 0
+
+
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """Children hear SIGHUP, also where these tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_is_closed_ends_what_it_runs(checkpoint: Path, hangup: None) -> None:
+    with Server("serve", str(checkpoint), *small()) as server, ThreadPoolExecutor(1) as pool:
+        with paused(server.url):
+            running = pool.submit(generate, server.url, [1, 2, 3], 100)
+            until(lambda: has_open(server.url, 1), "the request is there")
+            os.killpg(server.process.pid, signal.SIGHUP)
+            server.wait_line("drain")
         assert len(running.result()["output_ids"]) == 100
         assert server.process.wait(60) == 0
 

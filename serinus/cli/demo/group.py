@@ -1,4 +1,4 @@
-"""`serinus up` as a child of the demo."""
+"""`serinus up` as a child of the demo, which alone hears Ctrl-C, and with which it ends."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ class Group:
         self._read_end = read_end
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the group
         words = ("-m", "serinus", "up", str(folder), "--prefill", "1", "--decode", "1")
-        own = ("--port", str(free_ports(1)[0]), "--ready-fd", str(write_end), "--served-model-name", "demo")
-        always = ("--disaggregation-local-gain", "0")  # a model so small would stay where it was asked
+        own = ("--port", str(free_ports(1)[0]), "--ready-fd", str(write_end), "--parent", str(os.getpid()))
+        # A model so small would stay where it was asked.
+        always = ("--disaggregation-local-gain", "0", "--served-model-name", "demo")
         self._process = subprocess.Popen(
             (sys.executable, *words, *own, *always, *flags),
             stdout=self._log,
             stderr=subprocess.STDOUT,
             pass_fds=(write_end,),
+            process_group=0,  # Ctrl-C would reach it beside the SIGTERM of `stop`: two signals stop it at once
         )
         os.close(write_end)
 
@@ -53,6 +55,11 @@ class Group:
             raise DemoFailed(f"serinus up is not ready, expected it within {_READY_S_MAX:g} s:\n{self.tail()}")
         report: dict[str, Any] = json.loads(line)
         return report
+
+    @property
+    def pid(self) -> int:
+        """Of `serinus up`."""
+        return self._process.pid
 
     def wait_interrupted(self) -> None:
         """Until it ends, or until Ctrl-C."""
