@@ -220,7 +220,7 @@ def kernels() -> Iterator[MachineCheck]:
         found = flash_attention(torch.device("cuda", torch.cuda.current_device())) is not None
         yield MachineCheck(
             what="prompts on cuda", seen="FlashAttention 3 (fa3-fwd)" if found else "own attention",
-            advice="" if found else "on a Hopper, with CUDA 13: pip install 'serinus[flash]'",
+            advice="" if found else "on a Hopper, with CUDA 13: pip install -e '.[flash]'",
         )  # fmt: skip
 
 

@@ -137,7 +137,7 @@ def run(command: Command, words: Sequence[str]) -> int:
         except ModuleNotFoundError as err:
             if err.name != "ray":
                 raise
-            raise ConfigError("--ray: ray is not installed, expected it: pip install 'serinus[ray]'") from err
+            raise ConfigError("--ray: ray is not installed, expected it: pip install -e '.[ray]'") from err
         return run_on_ray(config, clock, started, arguments.ready_fd)
     check_path(config.model.model_path)  # on a cluster it may be a path of the nodes alone
     from serinus.front import KeyFile, bind, server_tls

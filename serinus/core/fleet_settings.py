@@ -88,7 +88,7 @@ class UpSettings:
 class RaySettings:
     """Engines on the nodes of a Ray cluster, and between which numbers they scale."""
 
-    ray: bool = setting(False, "place engines and routers on the nodes of a Ray cluster (pip install 'serinus[ray]')")
+    ray: bool = setting(False, "place engines and routers on the nodes of a Ray cluster (pip install -e '.[ray]')")
     ray_address: str = setting(
         "auto", "host:port of the cluster's head; auto = the one that this machine belongs to", metavar="ADDRESS"
     )

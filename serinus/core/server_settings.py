@@ -47,7 +47,7 @@ class ServerSettings:
         choices=LOG_FORMATS,
     )  # fmt: skip
     otlp_traces_endpoint: str = setting(
-        "", "send OpenTelemetry traces there (needs serinus[otel]): http://HOST:4318/v1/traces, or grpc://HOST:4317",
+        "", "send OpenTelemetry traces there (pip install -e '.[otel]'): http://HOST:4318/v1/traces, or grpc://HOST:4317",
         metavar="URL",
     )  # fmt: skip
     body_bytes_max: int = setting(

@@ -45,7 +45,7 @@ def _exporter_type(endpoint: str) -> Any:
     except ImportError as err:
         raise ConfigError(
             f"config: --otlp-traces-endpoint is {endpoint!r} and {err.name} is not installed, expected"
-            " pip install 'serinus[otel]'"
+            " pip install -e '.[otel]'"
         ) from err
     return HttpExporter
 

@@ -23,7 +23,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys:
     for name in [name for name in sys.modules if name.startswith("serinus.cli.on_ray.")]:
         monkeypatch.delitem(sys.modules, name)
     assert main(["up", "model", "--ray"]) == 2
-    assert "ray is not installed, expected it: pip install 'serinus[ray]'" in capsys.readouterr().err
+    assert "ray is not installed, expected it: pip install -e '.[ray]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

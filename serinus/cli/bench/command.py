@@ -69,7 +69,13 @@ def bench_parser(command: Command) -> Parser:
     what = parser.add_argument_group("Which prompts")
     what.add_argument("--dataset-name", default="random", choices=DATASETS, help="kind of prompts (default: random)")
     what.add_argument("--dataset-path", default="", metavar="FILE", help="ShareGPT JSON file")
-    what.add_argument("--num-prompts", type=_count(1), default=1000, metavar="N", help="requests (default: 1000)")
+    what.add_argument(
+        "--num-prompts",
+        type=_count(1),
+        default=1000,
+        metavar="N",
+        help="requests (default: 1000); of generated-shared-prefix its groups say how many",
+    )
     for flag, default in (
         ("--random-input-len", 1024),
         ("--random-output-len", 1024),
@@ -153,7 +159,7 @@ async def _bench(arguments: argparse.Namespace, extra: dict[str, Any], goodput: 
     answers = [
         read_answer(prompt, got, native=dialect.native) for prompt, got in zip(prompts, result.traces, strict=True)
     ]
-    report = make_report(answers, result.seconds, _about(arguments, url, server), goodput)
+    report = make_report(answers, result.seconds, _about(arguments, url, server, len(prompts)), goodput)
     _tell(arguments, report, answers)
     return 1 if report.failed else 0
 
@@ -231,14 +237,14 @@ async def _run(arguments: argparse.Namespace, target: Target, path: str, bodies:
         return await drive(target, path, bodies, load, WallClock(), lambda _: advance())
 
 
-def _about(arguments: argparse.Namespace, url: str, server: _Server) -> dict[str, Any]:
+def _about(arguments: argparse.Namespace, url: str, server: _Server, count: int) -> dict[str, Any]:
     rate = arguments.request_rate
     return {
         "backend": arguments.backend,
         "base_url": url,
         "model": server.model,
         "dataset_name": arguments.dataset_name,
-        "num_prompts": arguments.num_prompts,
+        "num_prompts": count,
         "request_rate": "inf" if rate == inf else rate,
         "max_concurrency": arguments.max_concurrency,
         "random_input_len": arguments.random_input_len,

@@ -58,7 +58,7 @@ class Group:
 
     @property
     def pid(self) -> int:
-        """Of `serinus up`."""
+        """The process id of `serinus up`."""
         return self._process.pid
 
     def wait_interrupted(self) -> None:
