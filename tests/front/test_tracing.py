@@ -161,7 +161,7 @@ def test_an_endpoint_without_the_extra_is_refused_at_start(
 ) -> None:
     check_endpoint(endpoint)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=r"--otlp-traces-endpoint is .* expected pip install 'serinus\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"--otlp-traces-endpoint is .* expected pip install -e '\.\[otel\]'"):
         settings(otlp_traces_endpoint=endpoint)
 
 
