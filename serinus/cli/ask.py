@@ -30,11 +30,12 @@ def asking_parser(command: Command, *, path: str, limit: int, of: str) -> Parser
 
 
 def read_asked(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """The values of the flags. Raises UsageProblem: an unknown flag, or a limit below 1."""
+    """The values of the flags; a URL without a scheme is one of http. Raises UsageProblem: an unknown flag, or a limit
+    below 1."""
     arguments = parser.arguments(words)
     if arguments.limit < 1:
         raise UsageProblem(f"--limit is {arguments.limit}, expected at least 1")
-    arguments.url = arguments.url.rstrip("/")
+    arguments.url = ("" if "://" in arguments.url else "http://") + arguments.url.rstrip("/")
     return arguments
 
 
