@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from serinus.wire.messages import Ready
 
 _log = get_logger("cli")
+_ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What tells a server to stop, before it listens to HTTP."""
 _GONE_GRACE_S = 2.0
 """After its engine died, a front gets this long to tell its clients."""
 
@@ -67,7 +69,7 @@ def run(command: Command, words: Sequence[str]) -> int:
         setup_logging(config.server.log_level, f"node {config.parallel.node_rank}", config.server.log_format)
         return run_node(config)
     setup_logging(config.server.log_level, "" if child is not None else "front", config.server.log_format)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in _ENDS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, _leave_early)
     from serinus.front import bind, server_tls
@@ -81,7 +83,7 @@ def run(command: Command, words: Sequence[str]) -> int:
 
 def _leave_early(number: int, frame: FrameType | None) -> NoReturn:
     """Told to stop before the HTTP server listens to that: by way of an exception, so that the folder is removed."""
-    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for each in _ENDS:
         signal.signal(each, signal.SIG_IGN)
     raise SystemExit(128 + number)
 

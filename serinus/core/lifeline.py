@@ -23,6 +23,12 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
+def leave_terminal_to_parent() -> None:
+    """Ctrl-C and the end of the terminal reach the whole group of processes: the parent decides what follows."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def show_stacks_at(number: signal.Signals) -> None:
     """At this signal write the stacks of all threads to stderr, also while none of them runs Python."""
     faulthandler.register(number, all_threads=True)

@@ -18,7 +18,7 @@ from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, PeerGone
 from serinus.core.heap import collect_seldom, settle_heap
-from serinus.core.lifeline import end_now, end_with_parent, show_stacks_at
+from serinus.core.lifeline import end_now, end_with_parent, leave_terminal_to_parent, show_stacks_at
 from serinus.core.log import get_logger, setup_logging
 from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE, EngineExit, ExitRecord
 
@@ -86,14 +86,12 @@ def _ending(error: Exception, exit_record: ExitRecord, *, several: bool) -> Engi
 
 
 def _obey_signals(loop: EngineLoop) -> None:
-    """SIGTERM ends the loop after what runs; Ctrl-C and the end of the terminal reach the whole group, and the front
-    decides."""
+    """SIGTERM ends the loop after what runs; what the terminal says is left to the front."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         loop.request_stop(drain=True)
 
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    leave_terminal_to_parent()
     signal.signal(signal.SIGTERM, stop)
 
 

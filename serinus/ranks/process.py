@@ -19,7 +19,7 @@ from serinus.core.clock import Clock, WallClock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, PeerGone
 from serinus.core.heap import collect_seldom, settle_heap
-from serinus.core.lifeline import end_now, end_with_parent, show_stacks_at
+from serinus.core.lifeline import end_now, end_with_parent, leave_terminal_to_parent, show_stacks_at
 from serinus.core.log import get_logger, setup_logging
 from serinus.ranks.exit_reason import CONFIG_CODE, LOST_CODE
 from serinus.ranks.handshake import hello_of
@@ -56,8 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(LOST_CODE)  # only an operator does this to one rank: the engine ends with it
 
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    leave_terminal_to_parent()
     signal.signal(signal.SIGTERM, stop)
     try:
         _obey(config, rank, link, clock)

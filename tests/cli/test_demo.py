@@ -48,7 +48,7 @@ from serinus.cli.demo.run import MODEL
 group = Group(MODEL)
 group.wait_ready()
 with suppress(KeyboardInterrupt):
-    print(group.pid, flush=True)
+    print(group._process.pid, flush=True)
     group.wait_interrupted()
 print(group.stop(), flush=True)
 """

@@ -56,11 +56,6 @@ class Group:
         report: dict[str, Any] = json.loads(line)
         return report
 
-    @property
-    def pid(self) -> int:
-        """The process id of `serinus up`."""
-        return self._process.pid
-
     def wait_interrupted(self) -> None:
         """Until it ends, or until Ctrl-C."""
         with suppress(KeyboardInterrupt):
