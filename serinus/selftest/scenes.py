@@ -76,11 +76,14 @@ def _length(pair: CanaryPDFixture) -> int:
 
 
 def _running(pair: CanaryPDFixture, side: str, count: int) -> None:
-    """Three requests are under way, far from their ends; of prefill: three prompts, chunk by chunk."""
+    """Three requests are under way, far from their ends; of prefill: three prompts, chunk by chunk, when a fourth is
+    cached, whose pages a row can be pointed at: how long those of the three are locked, the handoffs decide."""
     stride = pair.canary(side).settings.stride
     if side == "prefill":
-        pair.arm(side, count)
         tokens = (2 * (count + 4) // 3 + 4 + stride) * _page(pair) + 2
+        pair.send(pair.random_prompt(tokens), new_tokens=2)
+        pair.run()
+        pair.arm(side, count)
         pair.send_parallel_short_requests(3, distinct_prompts=True, prompt_tokens=tokens, new_tokens=2)
         return
     _decoding(pair, 3, _length(pair), count + 2 * stride)

@@ -115,8 +115,9 @@ def serve(folder: Path, *words: str) -> Iterator[Served]:
 
 def test_an_eager_stream_behind_a_router_is_right_or_names_its_first_wrong_token(tmp_path: Path) -> None:
     with up(tmp_path, "--kv-canary-coverage", "rotating:16") as served:
-        wrong = 0
-        for _ in range(5):
+        wrong = faults = 0
+        while faults < 5 or (not wrong and faults < 50):  # many a bit changes no token before it is found
+            faults += 1
             prompt = served.prompt()
             got, right = served.stream(prompt), served.right(prompt)
             if got.error is None:
@@ -129,8 +130,8 @@ def test_an_eager_stream_behind_a_router_is_right_or_names_its_first_wrong_token
             assert got.tokens[at] != right[at]
             assert f"token {at} " in got.error["message"]
             assert f"id {got.tokens[at]}, computed again it is {right[at]}" in got.error["message"]
-        assert served.faults() == 5
-        assert wrong > 0, "each of five faults was found in the very step in which it came"
+        assert served.faults() == faults
+        assert wrong > 0, f"none of {faults} faults changed a token that had left"
         assert metric(served.decode, "kv_canary_heals_total", result="stream_wrong") == wrong
         answers = _asked_while_faults_come(served)
         assert sum(receipt["heals"] for receipt in answers) > 0
