@@ -15,19 +15,15 @@ from __future__ import annotations
 import gc
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from canary import BATCH, GOALS, STRIDE, decoding, in_turns, overhead, parser, told
-from model import checkpoint, checkpoint_221m
+from model import checkpoint, checkpoint_221m, one_model
 from report import emit
 
-import serinus.ranks.build
-from serinus.models import Model, load_model
 from serinus.selftest import EngineDriver
 
 MODES = ("none", "heal")
@@ -36,20 +32,6 @@ MODES = ("none", "heal")
 def step(engine: EngineDriver) -> None:
     """A decode step of the whole batch."""
     assert len(engine.turn()) == BATCH, f"not a token of each request, expected {BATCH}"
-
-
-@contextmanager
-def one_model() -> Iterator[None]:
-    """Engines that are built meanwhile have the weights of the first of them."""
-    loaded = list[Model]()
-
-    def load(*given: Any, **named: Any) -> Model:
-        if not loaded:
-            loaded.append(load_model(*given, **named))
-        return loaded[0]
-
-    with patch.object(serinus.ranks.build, "load_model", load):
-        yield
 
 
 def cost(path: Path, threads: int, rounds: int, draws: int) -> dict[str, Any]:

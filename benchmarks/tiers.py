@@ -27,7 +27,7 @@ from time import clock_gettime, process_time, pthread_getcpuclockid, thread_time
 import numpy as np
 import torch
 from job import OUTPUT, PROMPT, REQUESTS, serinus_run
-from model import checkpoint_221m
+from model import checkpoint_221m, one_model
 from report import emit
 
 from serinus.cache import Tier
@@ -292,16 +292,18 @@ def main() -> None:
         os.chmod(folder, 0o700)
         on = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
         store = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete"}
-        engines = {
-            "off": built_with(path, args.threads),
-            "host": built_with(path, args.threads, **on),
-            "file": built_with(path, args.threads, **on, **store, hicache_storage_dir=str(folder / "kv")),
-        }
+        with one_model():
+            engines = {
+                "off": built_with(path, args.threads),
+                "host": built_with(path, args.threads, **on),
+                "file": built_with(path, args.threads, **on, **store, hicache_storage_dir=str(folder / "kv")),
+            }
+            if not args.costs:
+                engines["write_back"] = built_with(path, args.threads, **on, hicache_write_policy="write_back")
         if args.costs:
             costs = job_costs(engines, rounds)
             emit("tiers_costs", **{name: round(value, 4) for name, value in costs.items()})
             return
-        engines["write_back"] = built_with(path, args.threads, **on, hicache_write_policy="write_back")
         first_token_s(engines["file"], text(1, PREFIX), "warm")
         settle(engines["file"])
         seconds = first_tokens(engines["file"], rounds)

@@ -49,7 +49,8 @@ def canary_lines(member: dict[str, Any], limit: int) -> list[str]:
     lines = [
         f"{where}: mode {view['mode']}, real data {view['real_data']}, each slot once in {view['stride']} steps; "
         f"{view['steps']:,} steps, {view['slots_checked']:,} of {view['slots_due']:,} slots checked, "
-        f"{view['sweep_passes']:,} sweeps, {view['violations']:,} violations in {view['incidents_total']:,} incidents"
+        f"{_counted(view['sweep_passes'], 'sweep')}, {_counted(view['violations'], 'violation')} in "
+        f"{_counted(view['incidents_total'], 'incident')}"
     ]
     lines += [
         f"  {each['violations']:>8,}  of rank {each['rank']}; {each['slots_checked']:,} of {each['slots_due']:,} slots"
@@ -77,3 +78,7 @@ def story_lines(views: Sequence[dict[str, Any]], limit: int) -> list[str]:
             step = f"step {event.step}: " if event.kind == PLANTED else ""
             lines.append(f"  {event.engine}: {step}{event.text}")
     return lines
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

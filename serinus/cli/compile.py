@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serinus.cli.parser import Command, add_settings, make_parser, read_config
+from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser, read_config
 from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig
-from serinus.core.errors import ConfigError
 from serinus.core.log import setup_logging
 
 
 def run(command: Command, words: Sequence[str]) -> int:
-    """Compile. Exit code 1 where a part of it failed. Raises ConfigError: model, machine or settings are wrong."""
+    """Compile. Exit code 1 where a part of it failed. Raises UsageProblem: there is no model;
+    ConfigError: model, machine or settings are wrong."""
     parser = make_parser(command)
     add_settings(parser, ServeConfig, positional_model=True)
     config, _ = read_config(ServeConfig, parser, words)
     if not config.model.model_path:
-        raise ConfigError("compile: no model, expected a directory or a hub id")
+        raise UsageProblem("no model, expected a directory or a hub id")
     setup_logging(config.server.log_level, "", config.server.log_format)
     from serinus.engine.compile_ahead import Compilers, few_layers
     from serinus.engine.compile_process import compile_share

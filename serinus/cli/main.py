@@ -256,7 +256,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: {problem}\ntry `{name} --help`", file=sys.stderr)
         return 2
     except ConfigError as problem:
-        print(f"{name}: {problem}", file=sys.stderr)
+        room = f"{name.split()[-1]}: "  # that of a command names it as the command does
+        print(f"{name}: {str(problem).removeprefix(room)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -118,7 +118,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
         words = [self._prog]
-        words += [str(action.metavar) for action in actions if not action.option_strings]
+        named = [action for action in actions if not action.option_strings]
+        words += [f"[{each.metavar}]" if each.nargs in ("?", "*") else str(each.metavar) for each in named]
         return f"usage: {' '.join([*words, '[flags]'])}\n\n"
 
 

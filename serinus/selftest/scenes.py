@@ -77,7 +77,7 @@ def _length(pair: CanaryPDFixture) -> int:
 
 def _running(pair: CanaryPDFixture, side: str, count: int) -> None:
     """Three requests are under way, far from their ends; of prefill: three prompts, chunk by chunk, when a fourth is
-    cached, whose pages a row can be pointed at: how long those of the three are locked, the handoffs decide."""
+    cached, to the pages of which a row can be pointed: how long those of the three are locked, the handoffs decide."""
     stride = pair.canary(side).settings.stride
     if side == "prefill":
         tokens = (2 * (count + 4) // 3 + 4 + stride) * _page(pair) + 2
