@@ -49,22 +49,13 @@ def deadline_of(request: Request, settings: SchedSettings) -> float:
     return request.arrival + min(bounds, default=math.inf)
 
 
-def ending_of(state: ReqState, *, ends: bool = False) -> ExitReason | None:
-    """Whether the last known token, just generated, ends the request; `ends`: its grammar says so. A stop token comes
-    before that, and both before the length."""
-    known = state.known
-    token = int(state.tokens[known - 1])
-    if token in state.stop_set and known - state.prompt_len > state.min_new:
-        return ExitReason(finish=FinishReason.STOP, matched_stop=token)
-    if ends:
-        return ExitReason(finish=FinishReason.STOP, matched_stop=token if token in state.stop_set else None)
-    return _LENGTH if known >= state.limit else None
-
-
-def is_last(state: ReqState, token: int) -> bool:
-    """Whether the request ends with this token, if it is its next one."""
-    stops = token in state.stop_set and state.generated + 1 > state.min_new
-    return stops or state.known + 1 >= state.limit
+def ending_with(state: ReqState, token: int, *, ends: bool = False) -> ExitReason | None:
+    """How the request ends with this token, if it is its next one; None = it goes on. `ends`: its grammar is complete
+    with it. A stop token comes before that, and both before the length."""
+    stops = token in state.stop_set
+    if ends or (stops and state.generated + 1 > state.min_new):
+        return ExitReason(finish=FinishReason.STOP, matched_stop=token if stops else None)
+    return _LENGTH if state.known + 1 >= state.limit else None
 
 
 def check_request(request: Request, settings: SchedSettings, pool_tokens: int) -> None:

@@ -27,7 +27,7 @@ from serinus.core.stamps import ChainHashes
 from serinus.sched.admission import Admission
 from serinus.sched.batch import Batch
 from serinus.sched.checks import check_result, check_scheduler
-from serinus.sched.endings import check_handoff, check_request, deadline_of, is_last, stop_ids_of, token_limit
+from serinus.sched.endings import check_handoff, check_request, deadline_of, ending_with, stop_ids_of, token_limit
 from serinus.sched.handoff_choice import Paces, PrefillPace
 from serinus.sched.healing import Heals
 from serinus.sched.incoming import Incoming
@@ -281,7 +281,7 @@ class Scheduler:
         for state, work, seq in zip(step.states, step.plan.work, result.seqs, strict=True):
             if state is None or state.aborting or work.whole or seq.token is None:
                 continue
-            if seq.ends or is_last(state, seq.token) or state.contradicts(seq.token):
+            if ending_with(state, seq.token, ends=seq.ends) or state.contradicts(seq.token):
                 rows[state.rid] = state.own_pages(work.start + len(work.tokens))
         return rows
 

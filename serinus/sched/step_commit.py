@@ -13,7 +13,7 @@ from serinus.core.handoff import ChunkReady
 from serinus.core.plan import SeqResult, SeqWork, StepResult
 from serinus.core.request import FinishReason, TokenDelta, TokenLogprobs
 from serinus.sched.batch import Batch
-from serinus.sched.endings import ExitReason, ending_of
+from serinus.sched.endings import ExitReason, ending_with
 from serinus.sched.open_step import OpenStep
 from serinus.sched.outgoing import Outgoing
 from serinus.sched.page_allocator import PageAllocator
@@ -115,14 +115,13 @@ class StepCommit:
         token, place = self._known_token(state, found), state.known
         if state.contradicts(token):
             return self._end_wrong(state, f"id {int(state.tokens[place])}, computed again it is {token}")
+        ending = ending_with(state, token, ends=ends)
         state.append(token)
         if state.first_token is None:
             state.first_token = now
             self._totals.prompt_tokens += state.prompt_len
             for tier, count in state.cached_tokens.items():
                 self._totals.cached_tokens[tier] = self._totals.cached_tokens.get(tier, 0) + count
-        is_end = ends or token in state.stop_set or state.known >= state.limit
-        ending = ending_of(state, ends=ends) if is_end else None
         if place == state.left and ending is None and place > state.prompt_len and not state.confirmed:
             state.left = place + 1
             self._totals.generation_tokens += 1
