@@ -316,6 +316,7 @@ def test_violations_are_shown_with_the_requests_concerned(tmp_path: Path) -> Non
     view = json.loads(json.dumps(pair.lead("decode").view()))
     lines = canary_lines({"url": "http://there", "canary": view}, limit=1)
     assert lines[0].startswith("http://there: mode log, real data all, each slot once in 1 steps; ")
+    assert lines[0].endswith(f"0 sweeps, {view['violations']} violations in 1 incident")
     assert "verify_real_kv_hash by TAIL_K_FULL" in lines[1]
     assert "1  faults planted on purpose" in lines[2]
     assert f"request '{rid}'" in lines[3]

@@ -49,6 +49,13 @@ def test_every_help_teaches_with_examples(command: Command, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert "examples:" in out
     assert f"$ serinus {command.name}" in out
+    assert out.startswith(f"usage: serinus {command.name} ")
+
+
+def test_what_may_be_left_out_stands_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    assert capsys.readouterr().out.startswith("usage: serinus serve [MODEL] [flags]\n")
 
 
 @pytest.mark.parametrize(("group", "members"), [("bench", ["serve"]), ("canary", ["selftest", "show"])])
@@ -152,6 +159,8 @@ def test_the_model_may_stand_alone_or_behind_its_flag_but_not_be_two() -> None:
         ),
         (["serve"], "no model is named"),
         (["up"], "no model is named"),
+        (["compile"], "serinus compile: no model, expected a directory or a hub id\ntry `serinus compile --help`"),
+        (["cache", "127.0.0.1:1"], "serinus cache: http://127.0.0.1:1 does not answer"),
         (["up", "m", "--disaggregation-mode", "prefill"], "unknown flag --disaggregation-mode"),
         (["router"], "no engine is named"),
         (["router", "--decode", "ftp://x"], "ftp://x"),
