@@ -256,8 +256,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: {problem}\ntry `{name} --help`", file=sys.stderr)
         return 2
     except ConfigError as problem:
-        room = f"{name.split()[-1]}: "  # that of a command names it as the command does
-        print(f"{name}: {str(problem).removeprefix(room)}", file=sys.stderr)
+        own = f"{name.split()[-1]}: "  # with which an error of the command's own begins, where the name stands already
+        print(f"{name}: {str(problem).removeprefix(own)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
