@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from model import checkpoint, checkpoint_221m
-from report import bandwidth, emit
+from report import bandwidth, emit, mean_error
 from torch import Tensor
 
 import serinus.ranks.line
@@ -124,9 +124,10 @@ def overhead(steps: list[float], plain: list[float]) -> float:
 
 def told(shares: list[float], goal: float) -> dict[str, Any]:
     """What draws found: the mean and its standard error."""
+    mean, error = mean_error(shares)
     return {
-        "decode_overhead": round(statistics.fmean(shares), 4),
-        "spread": round(statistics.stdev(shares) / len(shares) ** 0.5, 4),
+        "decode_overhead": round(mean, 4),
+        "spread": round(error, 4),
         "draws": [round(share, 4) for share in shares],
         "goal": goal,
     }

@@ -6,9 +6,10 @@ import json
 import math
 import os
 import platform
+import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from serinus.kernels import Kernels
 from serinus.kernels.cpu.body import Body, compile_body, fields, thread_count
 from serinus.kernels.cpu.scalar import at, carray, fetch_add
 
-__all__ = ["bandwidth", "emit", "matmul_rate", "resident_bytes"]
+__all__ = ["bandwidth", "emit", "matmul_rate", "mean_error", "resident_bytes"]
 
 _CLOCK = WallClock()
 
@@ -40,6 +41,11 @@ def best_ms(job: Callable[[], object], repeat: int, clock: Callable[[], float] =
         job()
         best = min(best, clock() - begin)
     return best * 1e3
+
+
+def mean_error(draws: Sequence[float]) -> tuple[float, float]:
+    """The mean of several draws, and its standard error."""
+    return statistics.fmean(draws), statistics.stdev(draws) / len(draws) ** 0.5
 
 
 def bandwidth(kernels: Kernels, dtype: torch.dtype, rounds: int = 20) -> float:

@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx
 from model import checkpoint_221m
-from report import emit
+from report import emit, mean_error
 
 from serinus.core.clock import WallClock
 from serinus.core.rng import Rng
@@ -95,8 +95,8 @@ def by_http(path: Path, draws: int, rounds: int) -> dict[str, Any]:
     """The job over HTTP and by LLM, in turns; shares are of the rate of the same round, as the machine's drifts."""
     turns = list[tuple[float, float, float]]()
     of_http, of_bound = list[float](), list[float]()
+    words = (str(path), "--max-total-tokens", "16384", "--threads", "2")
     for draw in range(draws):
-        words = (str(path), "--max-total-tokens", "16384", "--threads", "2")
         with offline(path) as llm, Server("serve", *words) as server:
             found = [
                 (online(server, draw * (rounds + 1) + index), llm("bounded"), llm("unbounded"))
@@ -107,12 +107,13 @@ def by_http(path: Path, draws: int, rounds: int) -> dict[str, Any]:
         of_bound.append(statistics.median(1 - llm / free for _, llm, free in found))
         print(f"draw {draw}: HTTP {of_http[-1]:.1%}", file=sys.stderr, flush=True)
     served, bounded, free = (statistics.median(column) for column in zip(*turns, strict=True))
+    overhead, error = mean_error(of_http)
     return {
         "http_tok_per_s": round(served, 1),
         "offline_tok_per_s": round(bounded, 1),
         "unbounded_tok_per_s": round(free, 1),
-        "http_overhead": round(statistics.fmean(of_http), 4),
-        "http_spread": round(statistics.stdev(of_http) / len(of_http) ** 0.5, 4),
+        "http_overhead": round(overhead, 4),
+        "http_spread": round(error, 4),
         "bound_overhead": round(statistics.fmean(of_bound), 4),
         "turns_tok_per_s": [[round(rate, 1) for rate in turn] for turn in turns],
     }

@@ -292,14 +292,15 @@ def main() -> None:
         os.chmod(folder, 0o700)
         on = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
         store = {"hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete"}
+        kinds: dict[str, dict[str, object]] = {
+            "off": {},
+            "host": on,
+            "file": {**on, **store, "hicache_storage_dir": str(folder / "kv")},
+        }
+        if not args.costs:
+            kinds["write_back"] = {**on, "hicache_write_policy": "write_back"}
         with one_model():
-            engines = {
-                "off": built_with(path, args.threads),
-                "host": built_with(path, args.threads, **on),
-                "file": built_with(path, args.threads, **on, **store, hicache_storage_dir=str(folder / "kv")),
-            }
-            if not args.costs:
-                engines["write_back"] = built_with(path, args.threads, **on, hicache_write_policy="write_back")
+            engines = {name: built_with(path, args.threads, **tiers) for name, tiers in kinds.items()}
         if args.costs:
             costs = job_costs(engines, rounds)
             emit("tiers_costs", **{name: round(value, 4) for name, value in costs.items()})

@@ -256,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: {problem}\ntry `{name} --help`", file=sys.stderr)
         return 2
     except ConfigError as problem:
-        own = f"{name.split()[-1]}: "  # with which an error of the command's own begins, where the name stands already
+        own = f"{name.removeprefix('serinus ').split()[0]}: "  # an error of the command's own begins with that
         print(f"{name}: {str(problem).removeprefix(own)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
