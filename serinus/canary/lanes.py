@@ -77,10 +77,10 @@ class PartLanes:
 
     @property
     def active_tags(self) -> list[str]:
-        """Checks of this part that looked at a slot at least once. Waits for the device."""
+        """Checks of this part that looked at a slot at least once, as far as the host has read."""
         active = []
         for ring, sweep in (*((ring, False) for ring in self.of_requests), (self.sweeping, True)):
-            counts = ring.checked_L.tolist()
+            counts = ring.looked
             active += [launch_tag(lane, self.part, sweep=sweep) for lane in StampLane if counts[lane]]
         return active
 

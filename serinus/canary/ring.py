@@ -87,6 +87,8 @@ class RingCounts:
         self._here: NDArray[np.int64] | None = None if self._words_W.is_cuda else self._words_W.numpy()
         self._latest: MarkedCounts | None = None
         """Of the last reading without a mark."""
+        self.read: list[int] = [0] * size
+        """The counts that the host has read last."""
         self.rings: list[Ring] = []
         """The rings themselves, in their order."""
 
@@ -145,12 +147,19 @@ class Ring:
         """Nothing was due, checked or found so far. Not while a reading is marked."""
         self.due = self._read = self.told = 0
         self._counts.counts_RC[self._index].zero_()
+        self._counts.read = [0] * len(self._counts.read)
 
     def fewest(self, lanes: Collection[StampLane]) -> int:
         """Slots that were checked by the latest reading, in that of these lanes in which they are fewest; a lane that
         is not served does not count."""
         words = self._counts.latest().words()
         return min(words[place] for lane, place in zip(self.lanes, self._words[1:], strict=True) if lane in lanes)
+
+    @property
+    def looked(self) -> list[int]:
+        """Slots that were looked at so far in each of all lanes, by the latest reading. Waits for nothing."""
+        first = self._index * _COUNTS + 1
+        return self._counts.read[first : first + _LANES]
 
     def take(self, marked: MarkedCounts | None = None) -> RingNews | None:
         """What is new; None where nothing was found since the last reading, and all that was due was checked. Of an
@@ -159,7 +168,7 @@ class Ring:
         due = self.due if marked is None else marked.due[self._index]
         if due <= self.told:
             return None
-        words = (self._counts.latest() if marked is None else marked).words()
+        words = self._counts.read = (self._counts.latest() if marked is None else marked).words()
         count, *checked = [words[place] for place in self._words]
         if count == self._read and checked.count(due) == len(checked):
             self.told = due

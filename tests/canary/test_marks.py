@@ -83,3 +83,19 @@ def test_a_mark_keeps_what_its_pass_checked_of_each_sequence() -> None:
     counts.by_sequence_N4.fill_(9)
     assert mark.by_sequence() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert counts.mark(1).by_sequence() == [9] * 4
+
+
+def test_what_was_looked_at_is_told_as_it_was_read_last_and_waits_for_nothing() -> None:
+    """The log says it every so many steps. To ask the device would wait for the step that is queued behind."""
+    counts = RingCounts("cpu", 2)
+    ring, other = Ring(8, counts), Ring(8, counts)
+    note(ring, 11)
+    note(other, 22, checked=3)
+    mark = counts.mark()
+    note(ring, 33)
+    assert ring.looked == other.looked == [0] * len(StampLane)
+    ring.take(mark)
+    assert ring.looked == [4] * len(StampLane)
+    assert other.looked == [3] * len(StampLane)
+    ring.begin_anew()
+    assert ring.looked == [0] * len(StampLane)
