@@ -299,9 +299,9 @@ class Decoder:
             hidden_TE = self._embedding_VE.index_select(0, tokens_T)
         else:
             own_T = tokens_T - self.shard.vocab.start
-            foreign_T = (own_T < 0) | (own_T >= len(self._embedding_VE))
-            hidden_TE = self._embedding_VE.index_select(0, own_T.masked_fill_(foreign_T, 0))
-            self._comm.all_reduce(hidden_TE.masked_fill_(foreign_T[:, None], 0.0))
+            near_T = own_T.clamp(0, len(self._embedding_VE) - 1)
+            hidden_TE = self._embedding_VE.index_select(0, near_T)
+            self._comm.all_reduce(hidden_TE.masked_fill_((near_T != own_T)[:, None], 0.0))
         return self._centred(hidden_TE if self._embedding_scale is None else hidden_TE.mul_(self._embedding_scale))
 
     def _centred(self, x_TE: torch.Tensor) -> torch.Tensor:
