@@ -18,6 +18,7 @@ from serinus.canary import CANARY_COMMANDS, CanaryAnswer, HostFindings, RingOver
 from serinus.canary.perturb import Injection
 from serinus.core.errors import FrameError
 from serinus.core.moves import MoveDone, StorageDone
+from serinus.core.plan import SeqWork, StepPlan
 from serinus.pd import PAGE_ANSWERS, PAGE_COMMANDS
 from serinus.ranks.commands import RankHoldings, RunStep, StepDone, Stop
 from serinus.ranks.plans import (
@@ -88,22 +89,36 @@ def _unpack_done(done: _Done, reader: ObjectReader) -> StepDone:
     )
 
 
+class LineObjects(ObjectReader):
+    """Reads headers or answers, for one end of a line."""
+
+    work_ahead: Sequence[SeqWork] = ()
+    """Of the plan that was read last."""
+
+
+def _unpack_plan(columns: PlanColumns, reader: ObjectReader) -> StepPlan:
+    assert isinstance(reader, LineObjects), "ranks: a plan read by none that keeps what is ahead"
+    plan = unpack_plan(columns, before=reader.work_ahead)
+    reader.work_ahead = () if plan.ahead is None else plan.ahead.work
+    return plan
+
+
 _FORMS: Final = Forms(
     (*COMMANDS, *ANSWERS, *FINDINGS),
     {
         RunStep: PackedForm(
             PlanColumns,
             lambda command, writer: pack_plan(command.plan),
-            lambda columns, reader: RunStep(plan=unpack_plan(columns)),
+            lambda columns, reader: RunStep(plan=_unpack_plan(columns, reader)),
         ),
         StepDone: PackedForm(_Done, _pack_done, _unpack_done),
     },
 )
 
 
-def make_reader() -> ObjectReader:
-    """A reader of headers or answers, for one end of a line."""
-    return ObjectReader(_FORMS)
+def make_reader() -> LineObjects:
+    """Reads nothing so far."""
+    return LineObjects(_FORMS)
 
 
 @dataclass(frozen=True, slots=True)

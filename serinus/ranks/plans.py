@@ -3,6 +3,9 @@
 A step of 64 decoding requests is 64 small objects with the same sampling parameters again and again. On the line there
 is one array for each field, and each set of parameters once; both ends remember the sets they have seen as bytes, so
 that a plan is read without checking the same parameters in every step. Memory of neither end matters: it may forget.
+
+Work that a plan takes of what the one before has ahead does not travel again, but for its tokens: the reader of a line
+keeps what is ahead. Where sampling looks back at tokens it comes as a whole.
 """
 
 from __future__ import annotations
@@ -159,8 +162,8 @@ _NONE: Final[NDArray[np.int64]] = np.zeros(0, np.int64)
 
 def pack_plan(plan: StepPlan, *, looks_back: bool = True) -> PlanColumns:
     """A plan in columns, without the tokens that sampling looks back at unless it `looks_back`. Cost: about 1 us a
-    sequence, and for one that has work ahead. Raises FrameError: its arrays do not fit each other."""
-    work, writes, ahead = plan.work, plan.table_writes, plan.ahead
+    sequence ahead, and for one that was not. Raises FrameError: its arrays do not fit each other."""
+    work, writes, ahead = () if _is_known(plan) else plan.work, plan.table_writes, plan.ahead
     sampling = [(index, w.sample) for index, w in enumerate(work) if w.sample is not None]
     sets: dict[bytes, int] = {}
     packed = _SETS.packed
@@ -176,7 +179,7 @@ def pack_plan(plan: StepPlan, *, looks_back: bool = True) -> PlanColumns:
         rids=tuple([w.rid for w in work]),
         work_4N=_columns([(w.row, w.start, len(w.tokens), w.whole) for w in work], 4),
         chains_N=np.array([w.chain for w in work], np.int64),
-        tokens_T=np.concatenate([w.tokens for w in work]) if work else _NONE.astype(np.int32),
+        tokens_T=np.concatenate([w.tokens for w in plan.work]) if plan.work else _NONE.astype(np.int32),
         parts_P=tuple([int(part) for part in parts]),
         slots_PT=_slots(work, parts),
         samples_4S=_columns(samples, 4),
@@ -200,6 +203,14 @@ def pack_plan(plan: StepPlan, *, looks_back: bool = True) -> PlanColumns:
     )
 
 
+def _is_known(plan: StepPlan) -> bool:
+    """Whether all of its work was said as the work ahead of the plan before."""
+    if plan.takes is None:
+        return False
+    params = {id(w.sample.params): w.sample.params for w in plan.work if w.sample is not None}
+    return not any(each.looks_back for each in params.values())
+
+
 def _slots(work: Sequence[SeqWork], parts: Sequence[Part]) -> NDArray[np.int64]:
     if not work:
         return np.zeros((len(parts), 0), np.int64)
@@ -212,8 +223,34 @@ def _columns(rows: Sequence[tuple[int, ...]], width: int) -> NDArray[np.int32]:
     return np.array(rows, np.int32).T if rows else np.zeros((width, 0), np.int32)
 
 
-def unpack_plan(columns: PlanColumns, *, looks_back: bool = True) -> StepPlan:
-    """The reverse. Raises FrameError where the columns do not fit each other. Cost: about 2 us a sequence."""
+def unpack_plan(columns: PlanColumns, *, looks_back: bool = True, before: Sequence[SeqWork] = ()) -> StepPlan:
+    """The reverse. `before`: the work ahead of the plan before, which this one may take. Raises FrameError where the
+    columns do not fit each other, or it. Cost: about 2 us a sequence that was not ahead."""
+    takes_N, is_known = columns.takes_N, columns.takes_N is not None and not columns.rids
+    work = _taken(columns, before) if is_known else _work(columns, looks_back=looks_back)
+    if takes_N is not None:
+        _same(len(work), takes=takes_N)
+        if not len(takes_N) or int(takes_N.min()) < 0:
+            raise FrameError("body", f"a plan takes {takes_N.tolist()} of the work ahead, expected numbers from 0")
+    return StepPlan(
+        step=columns.step, work=tuple(work), table_writes=_writes(columns), ahead=_ahead(columns, work), takes=takes_N
+    )
+
+
+def _taken(columns: PlanColumns, before: Sequence[SeqWork]) -> list[SeqWork]:
+    """What came as the work ahead of the plan before, with the tokens that are known by now."""
+    takes: list[int] = [] if columns.takes_N is None else columns.takes_N.tolist()
+    if not all(0 <= number < len(before) for number in takes):
+        raise FrameError("body", f"a plan takes {takes} of the work ahead, expected numbers below {len(before)}")
+    work = [before[number] for number in takes]
+    cuts = _cuts([len(each.tokens) for each in work], 1)
+    _same(cuts[-1], tokens=columns.tokens_T)
+    for index, each in enumerate(work):
+        each.tokens = columns.tokens_T[cuts[index] : cuts[index + 1]]
+    return work
+
+
+def _work(columns: PlanColumns, *, looks_back: bool) -> list[SeqWork]:
     rids = columns.rids
     rows, starts, counts, wholes = _lists(columns.work_4N, 4, "work")
     if len(rids) != len(rows):
@@ -249,21 +286,15 @@ def unpack_plan(columns: PlanColumns, *, looks_back: bool = True) -> StepPlan:
                 pooled=0 if wanted is None else wanted.pooled,
             )
         )
-    takes_N = columns.takes_N
-    if takes_N is not None:
-        _same(len(rids), takes=takes_N)
-        if not len(takes_N) or int(takes_N.min()) < 0:
-            raise FrameError("body", f"a plan takes {takes_N.tolist()} of the work ahead, expected numbers from 0")
-    return StepPlan(
-        step=columns.step, work=tuple(work), table_writes=_writes(columns), ahead=_ahead(columns), takes=takes_N
-    )
+    return work
 
 
-def _ahead(columns: PlanColumns) -> WorkAhead | None:
+def _ahead(columns: PlanColumns, behind: Sequence[SeqWork]) -> WorkAhead | None:
+    """`behind`: the work of the plan itself."""
     if columns.ahead is None:
         return None
     work, follows = unpack_plan(columns.ahead, looks_back=False).work, columns.follows_A
-    sampling = columns.samples_4S[0].tolist()
+    sampling = [number for number, each in enumerate(behind) if each.sample is not None]
     if not work or len(follows) > len(work) or not set(sampling).issuperset(follows.tolist()):
         raise FrameError(
             "body",

@@ -13,6 +13,7 @@ from serinus.core.clock import ManualClock
 from serinus.core.errors import FrameError, InvariantError, PeerGone
 from serinus.core.moves import Move, MoveDone, MoveKind
 from serinus.core.parts import Part
+from serinus.core.plan import StepPlan, WorkAhead
 from serinus.parallel import Mesh
 from serinus.ranks import (
     LeaderLine,
@@ -147,6 +148,35 @@ def test_what_a_step_waited_for_is_told_before_the_next_step_is_done() -> None:
     moved = next(index for index, each in enumerate(link.said) if isinstance(each, MoveDone))
     assert steps == [1, 2]
     assert moved < next(i for i, each in enumerate(link.said) if isinstance(each, StepDone) and each.step == 2)
+
+
+def test_work_that_a_plan_takes_of_the_one_before_travels_once_and_its_tokens_behind_it() -> None:
+    """Requests a, b and c are ahead, with unknown tokens; b has ended when the next plan is made. Behind that
+    goes c alone."""
+    mesh = Mesh(tp=2)
+    runner = Runner(1, mesh)
+    body, lines = RankBody(rank=1, mesh=mesh, runner=runner, clock=CLOCK), Recorded()
+    none, ahead, later = np.zeros(0, np.int64), plan_of(2, "a", "b", "c").work, plan_of(3, "c").work
+    taken = tuple(replace(ahead[number], tokens=np.array([40 + number], np.int32)) for number in (2, 0))
+    last = (replace(later[0], tokens=np.array([50], np.int32)),)
+    for plan in (
+        replace(plan_of(1, "a", "b", "c"), ahead=WorkAhead(work=ahead, follows=none)),
+        StepPlan(step=2, work=taken, takes=np.array([2, 0]), ahead=WorkAhead(work=later, follows=none)),
+        StepPlan(step=3, work=last, takes=np.array([0])),
+    ):
+        lines.send([RunStep(plan=plan)])
+    RankLoop(body, Scripted(lines.sent)).turn(0.0)
+    found = [[(work.rid, work.row, work.tokens.tolist()) for work in plan.work] for plan in runner.plans]
+    assert found == [[("a", 1, [7]), ("b", 2, [7]), ("c", 3, [7])], [("c", 3, [42]), ("a", 1, [40])], [("c", 1, [50])]]
+
+
+def test_a_plan_that_takes_work_that_was_never_ahead_stops_the_rank() -> None:
+    mesh, lines = Mesh(tp=2), Recorded()
+    body = RankBody(rank=1, mesh=mesh, runner=Runner(1, mesh), clock=CLOCK)
+    lines.send([RunStep(plan=plan_of(1, "a"))])
+    lines.send([RunStep(plan=replace(plan_of(2, "a"), takes=np.array([0])))])
+    with pytest.raises(InvariantError, match=r"a plan takes \[0\] of the work ahead, expected numbers below 0"):
+        RankLoop(body, Scripted(lines.sent)).run()
 
 
 def test_a_rank_tells_what_it_holds_whenever_that_changed() -> None:
