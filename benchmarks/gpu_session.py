@@ -26,8 +26,8 @@ __all__ = ["PIECES", "Piece", "run_pieces"]
 
 CLOCK = WallClock()
 TESTS = {
-    "shared": "e2e/test_gpu.py e2e/test_gpu_http.py pd kernels/test_triton.py models runner engine/test_gpu_overlap.py"
-    " engine/test_gpu_tiers.py canary pool",
+    "shared": "e2e/test_gpu.py e2e/test_gpu_http.py pd kernels/test_triton.py kernels/test_peer_exchange.py models"
+    " runner engine/test_gpu_overlap.py engine/test_gpu_tiers.py canary pool",
     "memory": "engine/test_gpu_memory.py",
 }  # fmt: skip
 _PROCESSES = {"shared": min(16, os.cpu_count() or 1)}

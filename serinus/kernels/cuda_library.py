@@ -23,7 +23,6 @@ __all__ = ["CUDA_HANDLE_BYTES", "CudaFailed", "CudaFunction", "CudaLibrary", "Cu
 CUDA_HANDLE_BYTES: Final = 64
 """Of memory that is shared."""
 _LAZY_PEER_ACCESS: Final = 1
-_NATIVE_ATOMICS: Final = 3
 _WITHOUT_TIME: Final = 2
 _SLEEPS: Final = 1
 _NOT_READY: Final = 600
@@ -42,7 +41,7 @@ _ARGUMENTS: Final = {
     "cuStreamQuery": (_P,), "cuStreamWaitEvent": (_P, _P, ctypes.c_uint),
     "cuMemcpyHtoDAsync_v2": (_P, _P, ctypes.c_size_t, _P), "cuMemcpyDtoHAsync_v2": (_P, _P, ctypes.c_size_t, _P),
     "cuMemGetAddressRange_v2": (_P, _P, _P), "cuIpcGetMemHandle": (_P, _P), "cuIpcCloseMemHandle": (_P,),
-    "cuIpcOpenMemHandle_v2": (_P, _Handle, ctypes.c_uint), "cuDeviceGetP2PAttribute": (_P, *[ctypes.c_int] * 3),
+    "cuIpcOpenMemHandle_v2": (_P, _Handle, ctypes.c_uint),
     "cuLaunchKernel": (_P, *[ctypes.c_uint] * 7, _P, _P, _P),
 }  # fmt: skip
 _WAIT: Final = frozenset({"cuEventSynchronize", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2", "cuIpcCloseMemHandle"})
@@ -156,12 +155,6 @@ class CudaLibrary:
     def close(self, address: int) -> None:
         """Unmap memory of another process."""
         self._driver.cuIpcCloseMemHandle(address)
-
-    def has_atomics(self, index: int, other: int) -> bool:
-        """Whether atomics of a GPU work in the memory of another one."""
-        found = ctypes.c_int()
-        self._driver.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, index, other)
-        return bool(found.value)
 
 
 class CudaMark:

@@ -94,6 +94,19 @@ class Comm(Protocol):
         that waits for more of this one gets PeerGone. Idempotent; no other call may follow."""
 
 
+class StagePeers(Protocol):
+    """Calls as those of Comm, of some tensors; which, is the same on all ranks. kernels.triton.peer_exchange has it."""
+
+    def all_reduce(self, x: Tensor) -> bool:
+        """Whether x was added up."""
+
+    def gathers(self, x: Tensor) -> bool:
+        """Whether `gather_last` takes such an x."""
+
+    def gather_last(self, x: Tensor) -> Tensor | None:
+        """As that of Comm."""
+
+
 class SoloComm:
     """The Comm of an engine of one rank: sums are the rank's own, and there is no other stage."""
 
@@ -248,9 +261,8 @@ class TorchComm:
         self._round = 0
         self._broken = False
         """Whether a call has failed because another rank is gone."""
-        self.adds: Callable[[Tensor], bool] | None = None
-        """Adds up small tensors of a stage in place and says so, without a group; False = this one is too large. The
-        same on all ranks of the stage."""
+        self.peers: StagePeers | None = None
+        """Calls of a stage without a group, where its GPUs see each other's memory."""
         self._sent: deque[tuple[Any, Tensor]] = deque()
         self._owes_recv = self._owes_send = False
         """What this rank has not done of the step that was begun."""
@@ -287,7 +299,7 @@ class TorchComm:
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._near is not None:
             return self._near.all_reduce(x)
-        if self._stage is not None and not (self.adds is not None and self.adds(x)):
+        if self._stage is not None and not (self.peers is not None and self.peers.all_reduce(x)):
             self._wait(lambda: self._stage.allreduce([x]))
         return x
 
@@ -296,6 +308,8 @@ class TorchComm:
             return self._near.gather_last(x)
         if self._stage is None:
             return x
+        if self.peers is not None and self.peers.gathers(x):
+            return self.peers.gather_last(x)
         options = _torch.GatherOptions()
         options.rootRank = 0
         if self.mesh.tp_rank(self.rank):

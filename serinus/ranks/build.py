@@ -41,7 +41,7 @@ from serinus.ranks.largest_step import largest_step_bytes
 from serinus.ranks.load_progress import LoadProgress
 from serinus.ranks.memory import available_bytes, trim
 from serinus.ranks.memory_account import MemoryAccount
-from serinus.ranks.peer_sums import share_sums
+from serinus.ranks.peer_exchange import share_memory
 from serinus.ranks.sizes import chunk_of, part_specs
 from serinus.ranks.tier_parts import Tiers, build_tiers, host_counts, namespace_of
 from serinus.runner import GrammarMasks, Runner, batch_sizes, oracle_token
@@ -137,7 +137,7 @@ def build_rank(
     if threads:
         torch.set_num_threads(threads)
     kernels = _load_kernels(config, device, phases)
-    share_sums(config, comm, device, kernels)
+    share_memory(config, comm, device, kernels)
     spec = spec_of(config.model, device=device)
     shard = spec.shards(mesh, config.parallel.partition)[rank]
     own = spec.on(shard)
@@ -299,7 +299,7 @@ def _why_eager(parts: RankParts) -> str | None:
     has_faults = bool(parts.config.canary.kv_canary_perturb or parts.config.canary.kv_canary_perturb_api)
     if parts.config.kernels.disable_cuda_graph:
         return "--disable-cuda-graph"
-    over_nccl = parts.mesh.tp > 1 and not (isinstance(parts.comm, TorchComm) and parts.comm.adds is not None)
+    over_nccl = parts.mesh.tp > 1 and not (isinstance(parts.comm, TorchComm) and parts.comm.peers is not None)
     if over_nccl and parts.config.kernels.cuda_graph_max_bs is None:
         return "steps that add up over NCCL are recorded where --cuda-graph-max-bs asks for it"
     if parts.mesh.tp > 1 and (parts.tiers is not None or has_faults):

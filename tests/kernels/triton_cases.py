@@ -34,7 +34,7 @@ from .triton_attention_cases import (
     watched_batch,
 )
 from .triton_columns import columns, dtype_of, page_first
-from .triton_host_cases import choose_tokens, hashed_pages, pages, peer_sums, pull_pages, top_tokens
+from .triton_host_cases import choose_tokens, hashed_pages, pages, peer_exchange, pull_pages, top_tokens
 from .triton_layer_cases import (
     experts,
     gates,
@@ -122,7 +122,7 @@ CASES: dict[str, Callable[[int, str], str]] = {
         pages,
         hashed_pages,
         pull_pages,
-        peer_sums,
+        peer_exchange,
         canary_watch,
         watched_pass,
     )

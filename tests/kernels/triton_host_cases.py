@@ -17,7 +17,7 @@ from serinus.kernels.triton.pull_pages import PagePull
 
 from .triton_columns import columns, far_apart
 
-__all__ = ["choose_tokens", "hashed_pages", "pages", "peer_sums", "pull_pages", "pulled", "top_tokens"]
+__all__ = ["choose_tokens", "hashed_pages", "pages", "peer_exchange", "pull_pages", "pulled", "top_tokens"]
 
 
 def made_logits(rng: random.Random, device: str, rows: int, vocab: int) -> torch.Tensor:
@@ -205,37 +205,64 @@ def pulled(
     return job[: count * pull.sums].view(count, pull.sums)
 
 
-def peer_sums(seed: int, device: str) -> str:
-    """Sums over two or three ranks, of which one runs: what the others put into their memory, and their flags, are set
-    before. Each round in the half that is its own; tensors of several sizes and dtypes in turns."""
-    from serinus.kernels.triton import peer_sum
+def peer_exchange(seed: int, device: str) -> str:
+    """Sums and gathers of two or three ranks, of which one runs: what the others write into its memory is there before.
+    Each call in the turn that is its own; tensors of several sizes and dtypes, some with NaNs of all bits."""
+    from serinus.kernels.triton import peer_exchange as module
 
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     ranks = rng.choice((2, 2, 3))
     index = rng.randrange(ranks)
-    shared = [torch.zeros(peer_sum.memory_bytes(ranks), dtype=torch.uint8, device=device) for _ in range(ranks)]
-    add = peer_sum.PeerSum(shared[index], [memory.data_ptr() for memory in shared], index, 10.0)
-    flags = [memory[2 * peer_sum._HALF :].view(torch.int64).view(-1, ranks) for memory in shared]
-    rounds, wrong = [0] * 4, ""
-    for _ in range(4):
-        dtype = rng.choice((torch.float32, torch.bfloat16) if device != "cpu" else (torch.float32,))
-        count = rng.choice((1, 100, 2048, 6144, 5000))
-        parts = [torch.randn(count, generator=generator).to(device, dtype) for _ in range(ranks)]
-        size = peer_sum._REGION // dtype.itemsize
-        for block in range(-(-count // size)):
-            rounds[block] += 1
-            place = rounds[block] % 2 * peer_sum._HALF + block * peer_sum._REGION
-            for rank in range(ranks):
-                if rank != index:
-                    part = parts[rank][block * size : (block + 1) * size]
-                    shared[rank][place:].view(dtype)[: len(part)] = part
-                    flags[index][block, rank] = rounds[block]
-        expected = torch.zeros(count, device=device)
-        for part in parts:
-            expected += part.float()
-        x = parts[index].clone()
-        wrong += "" if add(x) and torch.equal(x, expected.to(dtype)) else f" {count} of {dtype}"
-    told = [[int(flags[rank][block, index]) for block in range(4)] for rank in range(ranks) if rank != index]
-    wrong += "" if all(each == rounds for each in told) else f" told {told}, expected {rounds}"
-    far = torch.zeros(peer_sum._HALF // 4 + 1, device=device)
-    return wrong + (" a large one" if add(far) or add(torch.zeros(4, dtype=torch.int64, device=device)) else "")
+    others = {*range(ranks)} - {index}
+    shared = [module.exchange_memory(device) for _ in range(ranks)]
+    exchange = module.PeerExchange(shared[index], [memory.data_ptr() for memory in shared], index, 10.0)
+    turns, wrong, size = [0] * 8, "", module._REGION
+
+    def region(turn: int, block: int, source: int, owner: int) -> torch.Tensor:
+        at = block * (ranks - 1) + (source - 1 if source > owner else source)
+        return shared[owner].view(module._TURNS, -1, size)[turn, at].view(torch.int32)
+
+    def sent(part: torch.Tensor) -> list[torch.Tensor]:
+        """The words of each program."""
+        words = part.flatten().view(torch.int32).clone()
+        words[words == module._NOTHING] = module._NAN
+        return list(words.split(size // 4))
+
+    for _ in range(5):
+        dtype = rng.choice((torch.float32, torch.float16, *[torch.bfloat16] * (device != "cpu")))  # it cuts bf16 off
+        is_sum = rng.random() < 0.6
+        shape = (rng.choice((2, 100, 2048, 6144, 5000)),) if is_sum else (2, rng.choice((2, 100, 5000)))
+        parts = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(ranks)]
+        if rng.random() < 0.3:
+            parts[rng.randrange(ranks)].view(-1).view(torch.int32)[0] = module._NOTHING
+        words = [sent(part) if is_sum else [each for row in part for each in sent(row)] for part in parts]
+        live = list(enumerate(turns[: len(words[0])]))
+        for block, turn in live:
+            for rank in others:
+                place = region(turn, block, rank, index)
+                wrong += "" if bool((place == module._NOTHING).all()) else f" turn {turn} of {block} was not emptied"
+                said = words[rank][block] if is_sum or index == 0 else torch.zeros(32, dtype=torch.int32)
+                place.zero_()[: len(said)] = said
+        expected, found = torch.cat(parts, -1), parts[index].clone()
+        if is_sum:
+            expected = sum((part.float() for part in parts), torch.zeros(shape, device=device)).to(dtype)
+            wrong += "" if exchange.all_reduce(found) else f" no sum of {shape}"
+        elif exchange.gathers(found):
+            gathered = exchange.gather_last(found)
+            wrong += "" if (gathered is None) == (index > 0) else " gathered by another rank"
+            found = expected if gathered is None else gathered
+        wrong += "" if torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0)) else f" {shape} {dtype} {is_sum}"
+        for block, turn in live:
+            for rank in others:
+                told = region(turn, block, index, rank)
+                said = words[index][block] if is_sum or rank == 0 else torch.zeros(32, dtype=torch.int32, device=device)
+                wrong += "" if torch.equal(told[: len(said)], said) else f" {rank} was told other words of {block}"
+                told.fill_(module._NOTHING)  # as that rank does
+            turns[block] = (turn + 1) % module._TURNS
+    far, odd = (
+        torch.zeros(module._SUM_MAX * size // 4 + 1, device=device),
+        torch.zeros(5, dtype=torch.half, device=device),
+    )
+    for x in (far, odd, torch.zeros(4, dtype=torch.int64, device=device)):
+        wrong += f" a sum of {len(x)} {x.dtype}" if exchange.all_reduce(x) else ""
+    return wrong + (" rows of 10 bytes" if exchange.gathers(odd) else "")

@@ -69,7 +69,7 @@ REASONS: dict[str, str] = {
     "ranks/handshake.py": "start of processes",
     "ranks/links.py": "connections over zmq",
     "ranks/memory.py": "start of a process",
-    "ranks/peer_sums.py": "start of ranks on GPUs",
+    "ranks/peer_exchange.py": "start of ranks on GPUs",
     "ranks/process.py": "start of a process",
     "ranks/rank_processes.py": "start of processes",
     "ranks/tier_parts.py": "start of a process",

@@ -67,16 +67,6 @@ class CudaDriver:
 
         self._job = job
 
-    @property
-    def has_atomics(self) -> bool:
-        """Whether atomics of this GPU work in the memory of all others here, as over NVLink. Over PCIe few do."""
-        others = [i for i in range(torch.cuda.device_count()) if i != self.index]
-        try:
-            with self._cuda as cuda:
-                return all(cuda.has_atomics(self.index, i) for i in others)
-        except CudaFailed:
-            return False
-
     def warm(self, regions: Sequence[Region]) -> None:
         """Have the kernels compiled. Raises ConfigError: a page that is read twice has two sums."""
         torch.cuda.current_stream(self._device).synchronize()  # what fills the pool, and steps that were tried

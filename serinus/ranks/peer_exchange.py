@@ -1,4 +1,4 @@
-"""Sums of small tensors over the slices of a stage without NCCL: through memory of their GPUs that all of them open."""
+"""Tensors between the slices of a stage without NCCL: through memory of their GPUs that all of them open."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from serinus.pd.backends.cuda_ipc import SharedAllocation
 _log = get_logger("engine")
 
 
-def share_sums(config: ServeConfig, comm: Comm, device: str, kernels: Kernels) -> None:
-    """From now on `comm` adds up small tensors by a kernel, where the GPUs of a stage see each other; else NCCL does,
-    and the log says why. All ranks call it side by side. Cost: 16 MB of each GPU."""
+def share_memory(config: ServeConfig, comm: Comm, device: str, kernels: Kernels) -> None:
+    """From now on `comm` adds up small tensors and gathers by a kernel, where the GPUs of a stage see each other; else
+    NCCL does, and the log says why. All ranks call it side by side. Cost: 48 MB of each GPU."""
     if device == "cpu" or comm.mesh.tp == 1 or not isinstance(comm, TorchComm):
         return
     reason = _why_not(config, kernels)
     memory, shared = None, None
     if not reason:
-        memory, shared, reason = _shared(device, comm.mesh.tp)
+        memory, shared, reason = _shared(device)
     offset = 0 if memory is None or shared is None else memory.data_ptr() - shared.address
     said = comm.told([] if shared is None else [offset, shared.address, shared.byte_count, *shared.handle])
     first = comm.mesh.rank_of(tp_rank=0, pp_rank=comm.mesh.pp_rank(comm.rank))
@@ -36,13 +36,13 @@ def share_sums(config: ServeConfig, comm: Comm, device: str, kernels: Kernels) -
             reason = str(error)
     done = comm.told([int(bool(addresses))])[first : first + comm.mesh.tp]
     if memory is None or not all(each[0] for each in done):
-        _log.info("sums over ranks go through NCCL: %s", reason or "another rank cannot share memory")
+        _log.info("tensors between ranks go through NCCL: %s", reason or "another rank cannot share memory")
         return
-    from serinus.kernels.triton.peer_sum import PeerSum
+    from serinus.kernels.triton.peer_exchange import PeerExchange
 
     index = comm.mesh.tp_rank(comm.rank)
-    comm.adds = PeerSum(memory, addresses, index, config.parallel.dist_s_max)
-    _log.info("sums of small tensors over ranks go through memory that their GPUs share")
+    comm.peers = PeerExchange(memory, addresses, index, config.parallel.dist_s_max)
+    _log.info("tensors between ranks go through memory that their GPUs share")
 
 
 def _why_not(config: ServeConfig, kernels: Kernels) -> str:
@@ -53,18 +53,16 @@ def _why_not(config: ServeConfig, kernels: Kernels) -> str:
     return "" if kernels.columns["rms_norm"] == "triton" else "kernels of the reference"
 
 
-def _shared(device: str, ranks: int) -> tuple[torch.Tensor | None, SharedAllocation | None, str]:
+def _shared(device: str) -> tuple[torch.Tensor | None, SharedAllocation | None, str]:
     """Memory of this rank, as it is shared; or why it cannot be."""
-    from serinus.kernels.triton.peer_sum import memory_bytes
+    from serinus.kernels.triton.peer_exchange import exchange_memory
 
-    memory = torch.zeros(memory_bytes(ranks), dtype=torch.uint8, device=device)
+    memory = exchange_memory(device)
     torch.cuda.synchronize()
     try:
         driver = CudaDriver(device)
         if len(driver.reachable) < torch.cuda.device_count():
             return None, None, "this GPU does not reach the memory of all others"
-        if not driver.has_atomics:
-            return None, None, "atomics of this GPU do not work in the memory of all others"
         return memory, driver.share(memory.data_ptr()), ""
     except ConfigError as error:
         return None, None, str(error)
