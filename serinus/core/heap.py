@@ -1,13 +1,11 @@
-"""What a process that serves, or computes for its caller, tells Python's garbage collector."""
+"""What a process that serves tells Python's garbage collector."""
 
 from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-__all__ = ["collect_seldom", "seldom_collected", "settle_heap"]
+__all__ = ["collect_seldom", "settle_heap"]
 
 _YOUNG = 10_000
 
@@ -29,22 +27,3 @@ def settle_heap() -> None:
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # libraries complain of what is not let go then
-
-
-@contextmanager
-def seldom_collected() -> Iterator[None]:
-    """The same in a process of another's, for a while: what is there is looked at again at its end. A caller's own
-    frozen objects stay frozen, and are all that is. Cost: nothing.
-
-    A full collection took 5 to 8 ms of a decode step of 64, once in a hundred steps.
-    """
-    thresholds, is_free = gc.get_threshold(), not gc.get_freeze_count()
-    if is_free:
-        gc.freeze()
-    gc.set_threshold(max(_YOUNG, thresholds[0]) if thresholds[0] else 0, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        if is_free:
-            gc.unfreeze()

@@ -15,7 +15,6 @@ from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig, from_names
 from serinus.core.errors import BadRequest, InvariantError
 from serinus.core.grammar import Grammar
-from serinus.core.heap import seldom_collected
 from serinus.core.ids import new_incarnation, new_rid
 from serinus.core.request import FinishReason, KvIntegrity, Request, TokenDelta, TokenLogprobs, Usage
 from serinus.core.rng import Rng, choice_seed
@@ -160,8 +159,7 @@ class LLM:
         params = _as_params(wanted, len(given))
         rows = [self._encode(prompt) for prompt in given]
         answers, requests = self._requests(given, rows, params)
-        with seldom_collected():
-            self._run(requests, use_tqdm)
+        self._run(requests, use_tqdm)
         return [
             RequestOutput(
                 prompt=prompt.text,
