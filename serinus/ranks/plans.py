@@ -227,26 +227,26 @@ def unpack_plan(columns: PlanColumns, *, looks_back: bool = True, before: Sequen
     """The reverse. `before`: the work ahead of the plan before, which this one may take. Raises FrameError where the
     columns do not fit each other, or it. Cost: about 2 us a sequence that was not ahead."""
     takes_N, is_known = columns.takes_N, columns.takes_N is not None and not columns.rids
-    work = _taken(columns, before) if is_known else _work(columns, looks_back=looks_back)
+    takes: list[int] = [] if takes_N is None else takes_N.tolist()
+    if takes_N is not None and not (takes and min(takes) >= 0):
+        raise FrameError("body", f"a plan takes {takes} of the work ahead, expected numbers from 0")
+    work = _taken(takes, columns.tokens_T, before) if is_known else _work(columns, looks_back=looks_back)
     if takes_N is not None:
-        _same(len(work), takes=takes_N)
-        if not len(takes_N) or int(takes_N.min()) < 0:
-            raise FrameError("body", f"a plan takes {takes_N.tolist()} of the work ahead, expected numbers from 0")
+        _same(len(work), takes=takes)
     return StepPlan(
         step=columns.step, work=tuple(work), table_writes=_writes(columns), ahead=_ahead(columns, work), takes=takes_N
     )
 
 
-def _taken(columns: PlanColumns, before: Sequence[SeqWork]) -> list[SeqWork]:
+def _taken(takes: Sequence[int], tokens_T: NDArray[np.int32], before: Sequence[SeqWork]) -> list[SeqWork]:
     """What came as the work ahead of the plan before, with the tokens that are known by now."""
-    takes: list[int] = [] if columns.takes_N is None else columns.takes_N.tolist()
-    if not all(0 <= number < len(before) for number in takes):
+    if max(takes) >= len(before):
         raise FrameError("body", f"a plan takes {takes} of the work ahead, expected numbers below {len(before)}")
     work = [before[number] for number in takes]
     cuts = _cuts([len(each.tokens) for each in work], 1)
-    _same(cuts[-1], tokens=columns.tokens_T)
-    for index, each in enumerate(work):
-        each.tokens = columns.tokens_T[cuts[index] : cuts[index + 1]]
+    _same(cuts[-1], tokens=tokens_T)
+    for each, begin, end in zip(work, cuts[:-1], cuts[1:], strict=True):
+        each.tokens = tokens_T[begin:end]
     return work
 
 

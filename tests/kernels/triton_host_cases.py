@@ -217,6 +217,7 @@ def peer_exchange(seed: int, device: str) -> str:
     shared = [module.exchange_memory(device) for _ in range(ranks)]
     exchange = module.PeerExchange(shared[index], [memory.data_ptr() for memory in shared], index, 10.0)
     turns, wrong, size = [0] * 8, "", module._REGION
+    told_T = torch.zeros(module._TOLD, dtype=torch.int32, device=device)
 
     def region(turn: int, block: int, source: int, owner: int) -> torch.Tensor:
         at = block * (ranks - 1) + (source - 1 if source > owner else source)
@@ -241,7 +242,7 @@ def peer_exchange(seed: int, device: str) -> str:
             for rank in others:
                 place = region(turn, block, rank, index)
                 wrong += "" if bool((place == module._NOTHING).all()) else f" turn {turn} of {block} was not emptied"
-                said = words[rank][block] if is_sum or index == 0 else torch.zeros(32, dtype=torch.int32)
+                said = words[rank][block] if is_sum or index == 0 else told_T
                 place.zero_()[: len(said)] = said
         expected, found = torch.cat(parts, -1), parts[index].clone()
         if is_sum:
@@ -255,14 +256,12 @@ def peer_exchange(seed: int, device: str) -> str:
         for block, turn in live:
             for rank in others:
                 told = region(turn, block, index, rank)
-                said = words[index][block] if is_sum or rank == 0 else torch.zeros(32, dtype=torch.int32, device=device)
+                said = words[index][block] if is_sum or rank == 0 else told_T
                 wrong += "" if torch.equal(told[: len(said)], said) else f" {rank} was told other words of {block}"
                 told.fill_(module._NOTHING)  # as that rank does
             turns[block] = (turn + 1) % module._TURNS
-    far, odd = (
-        torch.zeros(module._SUM_MAX * size // 4 + 1, device=device),
-        torch.zeros(5, dtype=torch.half, device=device),
-    )
+    far = torch.zeros(module._SUM_MAX * size // 4 + 1, device=device)
+    odd = torch.zeros(5, dtype=torch.half, device=device)
     for x in (far, odd, torch.zeros(4, dtype=torch.int64, device=device)):
         wrong += f" a sum of {len(x)} {x.dtype}" if exchange.all_reduce(x) else ""
     return wrong + (" rows of 10 bytes" if exchange.gathers(odd) else "")

@@ -36,6 +36,8 @@ _NOTHING = -1
 """All bits: what lies where nothing has come, in fp32 one NaN, in 16 bits two."""
 _NAN = 0x7FFFFFFF
 """What is written in its place."""
+_TOLD = 32
+"""Words that a rank is sent where it gathers nothing of the sender: a warp looks at them at once."""
 _LOOK_S = 5e-7
 """Of one look for another rank's part, at least."""
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -96,7 +98,7 @@ class PeerExchange:
         for first in range(0, rows, piece):
             _gather[(chunks, min(piece, rows - first))](
                 words_TW[first:], out[first:], self._addresses_N, self._turns, self._looks, WIDTH=width,
-                INDEX=self._index, RANKS=ranks, BLOCK=block, TOLD=32, num_warps=_WARPS, **dependent(x.device),
+                INDEX=self._index, RANKS=ranks, BLOCK=block, TOLD=_TOLD, num_warps=_WARPS, **dependent(x.device),
             )  # fmt: skip
         return out.view(x.dtype).view(*x.shape[:-1], -1) if self._index == 0 else None
 
