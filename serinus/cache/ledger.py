@@ -220,13 +220,33 @@ class PageLedger:
 
         Raises InvariantError if there are fewer than `count`: look at `free_pages` first.
         """
+        pages, index = self._next_free(owner, count, verb)
+        self.owner_P[index] = owner
+        self._record(index, FREE_OWNER, owner, verb)
+        return pages
+
+    def take_each(self, counts: Sequence[tuple[Owner, int]], verb: str = "take") -> Pages:
+        """The same for several requests, of so many pages each: those of the first, then those of the second, and on.
+        An operation for each. Cost: that of one `take`, and half a microsecond a request."""
+        first, each = self._operation, [count for _, count in counts]
+        pages, index = self._next_free(counts[0][0], sum(each), verb)
+        self.owner_P[index] = np.repeat([owner for owner, _ in counts], each)
+        self._operation = first + len(counts)
+        self._entered_SP[_REQUEST][index] = np.repeat(np.arange(first, self._operation), each)
+        self._count[PageState.FREE] -= len(pages)
+        self._count[_REQUEST] += len(pages)
+        for operation, (owner, count) in enumerate(counts, first):
+            self._pages_of[owner >> STATE_BITS] += count
+            self._log.append((operation, verb, FREE_OWNER, owner))
+        return pages
+
+    def _next_free(self, owner: Owner, count: int, verb: str) -> tuple[Pages, NDArray[np.intp]]:
+        """So many pages off the stack, for an owner of such a state, and the same as an index."""
         if not _LEGAL[FREE_OWNER][owner & STATE_MASK]:
             self._refuse(FREE_OWNER, owner, verb)
+        if not 0 <= count <= self.free_pages:
+            raise InvariantError(f"cache: {count} pages to take, expected 0 to the {self.free_pages} free ones")
         left = self.free_pages - count
-        if left < 0 or count < 0:
-            raise InvariantError(
-                f"cache: {count} pages to take, expected between 0 and the {self.free_pages} free ones"
-            )
         pages = self._stack[left : self.free_pages][::-1].copy()
         index = pages.astype(np.intp)
         self._check_owner(index, FREE_OWNER, owner, verb)
@@ -234,11 +254,9 @@ class PageLedger:
             page = int(pages[np.flatnonzero(self.hold_P[index])[0]])
             raise InvariantError(f"cache: page {page} is held, expected no holds when handed out; {self.history(page)}")
         self.free_pages = left
-        self.owner_P[index] = owner
         if self._traces:
             self._trace_P[index] = 0
-        self._record(index, FREE_OWNER, owner, verb)
-        return pages
+        return pages, index
 
     def move(self, pages: Pages, source: Owner, target: Owner, verb: str) -> None:
         """Move distinct `pages`, all of them owned by `source`, to `target` (owned, or FREE_OWNER).

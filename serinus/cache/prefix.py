@@ -212,8 +212,13 @@ class PrefixCache:
         counts: for each part in order; parts without one get none. Returns None, with nothing given, unless each part
         has as many: `available`.
         """
+        return self.allocate_each([rid], [[count] for count in counts])
+
+    def allocate_each(self, rids: Sequence[str], counts: Sequence[Sequence[int]]) -> tuple[Pages, ...] | None:
+        """The same for several requests, all or none. counts: part by part, those of each request. Returns part by
+        part the pages of all: the first request's, then the second's, and on. Cost: hardly more than for one."""
         self._check_committed()
-        return self._room.allocate(rid, counts)
+        return self._room.allocate(rids, counts)
 
     def insert(self, lease: Lease, tokens: NDArray[np.int32], spans: Sequence[PageSpan]) -> Insertion:
         """Publish the whole pages of a sequence that lie behind its lease, and grow the lease over them.

@@ -68,15 +68,16 @@ class DeviceRoom:
                 return False
         return True
 
-    def allocate(self, rid: str, counts: Sequence[int]) -> tuple[Pages, ...] | None:
-        """Pages of each part for a request, evicting as needed; None, with nothing given, where there is no room."""
-        if not self.make(counts):
+    def allocate(self, rids: Sequence[str], counts: Sequence[Sequence[int]]) -> tuple[Pages, ...] | None:
+        """Pages of each part for requests, evicting as needed; None, with nothing given, where there is no room.
+        counts: part by part, those of each request."""
+        if not self.make([sum(each) for each in counts]):
             return None
         given = [NO_PAGES] * len(self._ledgers)
-        for at, count in enumerate(counts):
-            if count > 0:
-                ledger = self._ledgers[at]
-                given[at] = ledger.take(ledger.request_owner(rid), count, "allocate")
+        for at, (each, ledger) in enumerate(zip(counts, self._ledgers, strict=False)):
+            owners = [(ledger.request_owner(rid), count) for rid, count in zip(rids, each, strict=True) if count > 0]
+            if owners:
+                given[at] = ledger.take_each(owners, "allocate")
         return tuple(given)
 
     def evict(self, pool: PagePool, enough: int) -> int:

@@ -84,8 +84,10 @@ class Batch:
         request makes progress. A request that runs alone lacks a page only while handoffs hold some.
         """
         growth = Growth(decoding=self.decoding if self._depth == 1 else self._share())
-        for state in [state for state in growth.decoding if state.known > state.full.room]:
-            self._make_room(state, state.full.end + 1, growth)
+        short = [state for state in growth.decoding if state.known > state.full.room]
+        if short and not self._allocator.grow(short):
+            for state in short:
+                self._make_room(state, state.full.end + 1, growth)
         if self._windowed:
             first = next((state for state in self.prefilling if state.wants_chunk), None)
             if first is not None and not first.under_way and any(r.room <= first.planned for r in first.windowed):

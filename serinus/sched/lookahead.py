@@ -56,11 +56,9 @@ class Lookahead:
         if allocator.open_loads or decoding != len(batch.decoding) or any(state.handoff for state in states):
             return None
         going = {i: state for i, state in enumerate(states) if state.planned == state.known < state.limit - 1}
-        for state in going.values():
-            if state.known + 1 > state.full.room:
-                window_end = 1 + min((row.end for row in state.windowed), default=0)
-                if not allocator.extend(state, state.full.end + 1, window_end):
-                    return None
+        short = [state for state in going.values() if state.known + 1 > state.full.room]
+        if short and not allocator.grow(short):
+            return None
         for state in going.values():
             state.reserve()
         return {i: batch.token_work(state, state.known + 1) for i, state in going.items()}

@@ -12,7 +12,7 @@ from serinus.cache import CacheNews, Lease, PrefetchState, PrefixCache, Probe
 from serinus.core.errors import ConfigError, InvariantError
 from serinus.core.parts import PageSpan, Part
 from serinus.core.plan import TableWrite
-from serinus.sched.page_row import PageRow
+from serinus.sched.page_row import PageRow, slots_of
 from serinus.sched.request_state import ReqState
 from serinus.sched.settings import SchedSettings
 
@@ -174,16 +174,34 @@ class PageAllocator:
     def extend(self, state: ReqState, end: int, window_end: int = 0) -> bool:
         """Let its pages reach up to page index `end`, of parts with a window up to `window_end`; False = no room,
         nothing changed. The table rows of a running request are written."""
-        counts = [max(0, (window_end if row.windowed else end) - row.end) for row in state.rows]
-        if not any(counts):
+        return self._extend([state], [[max(0, (window_end if r.windowed else end) - r.end)] for r in state.rows])
+
+    def grow(self, states: Sequence[ReqState]) -> bool:
+        """`extend` each by a page, of parts with a window those that reach least far; False = no room for all, nothing
+        changed. Cost: some 3 us a request, many at once."""
+        counts = []
+        for place in range(len(self.windows)):
+            rows = [(state, state.rows[place]) for state in states]
+            counts.append([int(not r.windowed or r.end == min(w.end for w in state.windowed)) for state, r in rows])
+        return self._extend(states, counts)
+
+    def _extend(self, states: Sequence[ReqState], counts: Sequence[Sequence[int]]) -> bool:
+        """By so many pages: part by part, those of each request."""
+        if not any(map(any, counts)):
             return True
-        given = self.cache.allocate(state.rid, *counts)
+        given = self.cache.allocate_each([state.rid for state in states], counts)
         if given is None:
             return False
-        for row, pages in zip(state.rows, given, strict=True):
-            if len(pages):
+        size = self.page_size
+        for place, (each, pages) in enumerate(zip(counts, given, strict=True)):
+            slots, begin = slots_of(pages, size), 0
+            for state, count in zip(states, each, strict=True):
+                if not count:
+                    continue
+                row, end = state.rows[place], begin + count
                 start = row.room
-                row.add(pages)
+                row.add(pages[begin:end], slots[begin * size : end * size])
+                begin = end
                 if state.row:
                     self._write(state.row, row, start, row.room)
         return True

@@ -11,6 +11,11 @@ from serinus.core.parts import PageSpan, Part
 _GROWTH_TOKENS = 256
 
 
+def slots_of(pages: NDArray[np.int32], page_size: int) -> NDArray[np.int64]:
+    """The slots of pages, in order."""
+    return (pages.astype(np.int64)[:, None] * page_size + np.arange(page_size)).reshape(-1)
+
+
 class PageRow:
     """Pages [first, end) of a sequence in one part; `first` is 0 unless the part has a window."""
 
@@ -48,8 +53,8 @@ class PageRow:
         """Its pages, in order; a view."""
         return self.pages[self.first : self.end]
 
-    def add(self, pages: NDArray[np.int32]) -> None:
-        """Append pages; their slots are computed once, here."""
+    def add(self, pages: NDArray[np.int32], slots: NDArray[np.int64] | None = None) -> None:
+        """Append pages. `slots`: those of the pages, where they are known."""
         begin, end = self.end, self.end + len(pages)
         if end > len(self.pages):
             capacity = max(end, len(self.pages) + max(_GROWTH_TOKENS // self.page_size, len(self.pages) // 2, 1))
@@ -59,7 +64,7 @@ class PageRow:
             self.pages, self.slots = grown_pages, grown_slots
         self.end = end
         self.room = end * self.page_size
-        self.put(begin, pages)
+        self.put(begin, pages, slots)
 
     def join(self, span: PageSpan) -> None:
         """Append what a match or a load brought: of a part with a window it is all that is still read."""
@@ -68,13 +73,12 @@ class PageRow:
         assert span.first == self.end, f"sched: pages from {span.first} on behind {self.end} of {self.part.name}"
         self.add(span.pages)
 
-    def put(self, first: int, pages: NDArray[np.int32]) -> None:
-        """Replace its pages from index `first` on, as publication does where the tree already had them."""
+    def put(self, first: int, pages: NDArray[np.int32], slots: NDArray[np.int64] | None = None) -> None:
+        """Replace its pages from index `first` on, as publication does where the tree already had them; as `add`."""
         size, last = self.page_size, first + len(pages)
         assert self.first <= first <= last <= self.end, f"sched: pages {first}..{last} of {self.first}..{self.end}"
         self.pages[first:last] = pages
-        base = pages.astype(np.int64) * size
-        self.slots[first * size : last * size] = (base[:, None] + np.arange(size)).reshape(-1)
+        self.slots[first * size : last * size] = slots_of(pages, size) if slots is None else slots
 
     def begin_at(self, first: int) -> None:
         """Forget all pages; the next one added is page `first` of the sequence."""

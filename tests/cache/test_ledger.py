@@ -38,6 +38,27 @@ def test_freed_pages_are_handed_out_again_in_their_order(ledger: PageLedger) -> 
     assert ledger.take(owner, 5).tolist() == got.tolist()
 
 
+def test_pages_for_several_requests_are_those_that_each_would_have_taken() -> None:
+    together, apart = PageLedger(20), PageLedger(20)
+    counts = [("a", 3), ("b", 1), ("a", 2), ("c", 4)]
+    got = together.take_each([(together.request_owner(rid), count) for rid, count in counts], "allocate")
+    each = [apart.take(apart.request_owner(rid), count, "allocate").tolist() for rid, count in counts]
+    assert got.tolist() == [page for pages in each for page in pages]
+    for page in got.tolist():
+        assert together.history(page) == apart.history(page)
+        assert together.taken_at(page) == apart.taken_at(page)
+    assert [together.pages_of_request(rid) for rid in "abc"] == [5, 1, 4]
+    assert (together.counts(), together.operation) == (apart.counts(), apart.operation)
+    together.check()
+
+
+def test_several_requests_get_nothing_where_there_is_not_enough_for_all(ledger: PageLedger) -> None:
+    with pytest.raises(InvariantError, match="10 pages to take, expected 0 to the 9"):
+        ledger.take_each([(ledger.request_owner("a"), 9), (ledger.request_owner("b"), 1)])
+    assert ledger.free_pages == 9
+    ledger.check()
+
+
 def test_a_freed_page_cannot_be_freed_again(ledger: PageLedger) -> None:
     owner = ledger.request_owner("a")
     got = ledger.take(owner, 3)
@@ -82,7 +103,7 @@ def test_pages_of_another_type_are_refused(ledger: PageLedger) -> None:
 
 
 def test_more_than_the_free_pages_cannot_be_taken(ledger: PageLedger) -> None:
-    with pytest.raises(InvariantError, match="10 pages to take, expected between 0 and the 9"):
+    with pytest.raises(InvariantError, match="10 pages to take, expected 0 to the 9"):
         ledger.take(ledger.request_owner("a"), 10)
     assert ledger.free_pages == 9
 

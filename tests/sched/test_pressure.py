@@ -33,6 +33,22 @@ def test_the_youngest_gives_way_and_goes_on_later_where_it_was() -> None:
     assert [usage.retractions > 0 for usage in usages if usage] == [False, True]
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_requests_that_need_a_page_at_once_get_them_in_one_allocation(
+    overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TinyEngine(page_count=40, growth_tokens=0, overlaps=overlaps, max_running_requests=4)
+    requests = [engine.add(f"r{i}", [1 + i, 2, 3, 4], max_new_tokens=12) for i in range(4)]
+    given: list[int] = []
+    original = engine.cache.allocate_each
+    monkeypatch.setattr(
+        engine.cache, "allocate_each", lambda rids, counts: given.append(len(rids)) or original(rids, counts)
+    )  # fmt: skip
+    finish_all(engine, requests)
+    assert given[:4] == [1] * 4, "as they are admitted"
+    assert set(given[4:]) == {4}, "all have the same length"
+
+
 def test_no_request_is_admitted_in_a_step_that_retracts_one() -> None:
     engine = TinyEngine(page_count=9, growth_tokens=0)
     engine.add("old", [1, 2, 3, 4], max_new_tokens=24)
