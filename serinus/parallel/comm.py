@@ -106,6 +106,9 @@ class StagePeers(Protocol):
     def gather_last(self, x: Tensor) -> Tensor | None:
         """As that of Comm."""
 
+    def broadcast(self, x: Tensor) -> bool:
+        """Whether x is that of slice 0 now."""
+
 
 class SoloComm:
     """The Comm of an engine of one rank: sums are the rank's own, and there is no other stage."""
@@ -322,7 +325,7 @@ class TorchComm:
     def broadcast(self, x: Tensor) -> Tensor:
         if self._near is not None:
             return self._near.broadcast(x)
-        if self._stage is not None:
+        if self._stage is not None and not (self.peers is not None and self.peers.broadcast(x)):
             options = _torch.BroadcastOptions()
             options.rootRank = 0
             self._wait(lambda: self._stage.broadcast([x], options))

@@ -183,6 +183,7 @@ class Runner:
         """
         powers = [1 << i for i in range(len(self._rows[Part.FULL]).bit_length())]
         with torch.inference_mode():
+            self._comm.broadcast(torch.zeros(1, dtype=torch.int64, device=self._device))
             for size, hook in [(size, self._hook) for size in sizes] + [(size, NullHook()) for size in powers]:
                 shape, dtype = self._model.activation(size)
                 inflow = torch.zeros(shape, dtype=dtype, device=self._device) if self._takes else None

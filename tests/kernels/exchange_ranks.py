@@ -1,4 +1,4 @@
-"""Ranks as processes that add up and gather through shared memory, all at once: what a test starts."""
+"""Ranks as processes that add up, gather and broadcast through shared memory, all at once: what a test starts."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from serinus.pd.backends.cuda_driver import CudaDriver
+from serinus.ranks import peer_exchange
+
 __all__ = ["exchanged"]
 
 _SHAPES = ((2,), (100,), (2048,), (3, 4096), (1, 2), (2, 100), (3, 2500))
 
 
 def exchanged(devices: Sequence[str], seed: int, calls: int, timeout_s: float) -> list[str]:
-    """What went wrong, of so many sums and gathers in random order, a process for each of `devices`."""
-    from serinus.kernels.triton.peer_exchange import exchange_memory
-
-    memories = [exchange_memory(device) for device in devices]
-    for memory in memories:
-        memory.share_memory_()
+    """What went wrong, of so many calls in random order, a process for each of `devices`."""
     context: Any = mp.get_context("spawn")
-    said = context.SimpleQueue()
-    ranks = [context.Process(target=_run, args=(i, memories, seed, calls, said)) for i in range(len(devices))]
+    said, all_come = context.SimpleQueue(), context.Barrier(len(devices))
+    inboxes = [context.SimpleQueue() for _ in devices]
+    ranks = [
+        context.Process(target=_run, args=(i, device, inboxes, all_come, seed, calls, said))
+        for i, device in enumerate(devices)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -36,9 +38,30 @@ def exchanged(devices: Sequence[str], seed: int, calls: int, timeout_s: float) -
     return wrong + [f"rank {i} ended with {rank.exitcode}" for i, rank in enumerate(ranks) if rank.exitcode]
 
 
-def _run(index: int, memories: list[torch.Tensor], seed: int, calls: int, said: Any) -> None:
+def _memories(index: int, device: torch.device, inboxes: Sequence[Any]) -> tuple[list[torch.Tensor], list[int]]:
+    """What is to be kept, this rank's memory first, and where that of each rank lies for this one. Memory of a GPU is
+    opened as by an engine's ranks."""
+    from serinus.kernels.triton.peer_exchange import exchange_memory
+
+    memory = exchange_memory(str(device))
+    shared: Any = memory.share_memory_()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        allocation = CudaDriver("cuda").share(memory.data_ptr())
+        offset = memory.data_ptr() - allocation.address
+        shared = [offset, allocation.address, allocation.byte_count, *allocation.handle]
+    for inbox in inboxes:
+        inbox.put((index, shared))
+    got: dict[int, Any] = dict(inboxes[index].get() for _ in inboxes)
+    if device.type == "cuda":
+        return [memory], [peer_exchange._opened("cuda", got[i], memory, own=i == index) for i in range(len(got))]
+    kept = [memory if i == index else got[i] for i in range(len(got))]
+    return [memory, *kept], [each.data_ptr() for each in kept]
+
+
+def _run(index: int, name: str, inboxes: Sequence[Any], all_come: Any, seed: int, calls: int, said: Any) -> None:
     """One rank. All draw the same calls; what each computes between them, and so when it comes, is its own."""
-    device, own = memories[index].device, random.Random(f"{seed} {index}")
+    device, own = torch.device(name), random.Random(f"{seed} {index}")
     if device.type == "cpu":
         from tests.kernels.interpreted import speed_up
 
@@ -47,22 +70,28 @@ def _run(index: int, memories: list[torch.Tensor], seed: int, calls: int, said: 
         torch.cuda.set_device(device)
     from serinus.kernels.triton.peer_exchange import PeerExchange
 
-    exchange = PeerExchange(memories[index], [memory.data_ptr() for memory in memories], index, 60.0)
+    kept_memory, addresses = _memories(index, device, inboxes)
+    exchange = PeerExchange(kept_memory[0], addresses, index, 60.0)
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     kept: list[tuple[str, torch.Tensor | None, torch.Tensor]] = []
-    for call in range(calls):
-        is_sum, shape = rng.random() < 0.6, rng.choice(_SHAPES)
-        parts = [torch.randn(shape, generator=generator) for _ in memories]
+    whats = ("sum", "sum", "sum", "gather", "gather", "broadcast")
+    for number in range(calls):
+        what, shape = rng.choice(whats), rng.choice(_SHAPES)
+        parts = [torch.randn(shape, generator=generator) for _ in inboxes]
         x = parts[index].clone().to(device)
         if own.random() < 0.3:
             torch.randn(own.randrange(1, 3_000_000)).sum()
-        if is_sum:
+        found: torch.Tensor | None = x
+        if what == "sum":
             assert exchange.all_reduce(x)
-            found: torch.Tensor | None = x
+            expected = sum(parts, torch.zeros(shape))
+        elif what == "broadcast":
+            assert exchange.broadcast(x)
+            expected = parts[0]
         else:
-            found = exchange.gather_last(x)
-        expected = sum(parts, torch.zeros(shape)) if is_sum else torch.cat(parts, -1)
-        kept.append((f"call {call} of rank {index}, {'a sum' if is_sum else 'a gather'} of {shape}", found, expected))
-    wrong = [what for what, found, expected in kept if found is not None and not torch.equal(found.cpu(), expected)]
-    wrong += [f"{what} gave nothing" for what, found, _ in kept if found is None and (index == 0 or "sum" in what)]
+            found, expected = exchange.gather_last(x), torch.cat(parts, -1)
+        kept.append((f"call {number} of rank {index}, a {what} of {shape}", found, expected))
+    wrong = [call for call, found, expected in kept if found is not None and not torch.equal(found.cpu(), expected)]
+    wrong += [f"{call} gave nothing" for call, x, _ in kept if x is None and (index == 0 or "gather" not in call)]
     said.put(wrong)
+    all_come.wait()  # others may be reading what this one shares

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -206,8 +207,9 @@ def pulled(
 
 
 def peer_exchange(seed: int, device: str) -> str:
-    """Sums and gathers of two or three ranks, of which one runs: what the others write into its memory is there before.
-    Each call in the turn that is its own; tensors of several sizes and dtypes, some with NaNs of all bits."""
+    """Sums, gathers and broadcasts of two or three ranks, of which one runs: what the others write into its memory is
+    there before. Each call in the turn that is its own; tensors of several sizes and dtypes, some with words of all
+    bits."""
     from serinus.kernels.triton import peer_exchange as module
 
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -217,7 +219,6 @@ def peer_exchange(seed: int, device: str) -> str:
     shared = [module.exchange_memory(device) for _ in range(ranks)]
     exchange = module.PeerExchange(shared[index], [memory.data_ptr() for memory in shared], index, 10.0)
     turns, wrong, size = [0] * 8, "", module._REGION
-    told_T = torch.zeros(module._TOLD, dtype=torch.int32, device=device)
 
     def region(turn: int, block: int, source: int, owner: int) -> torch.Tensor:
         at = block * (ranks - 1) + (source - 1 if source > owner else source)
@@ -229,39 +230,60 @@ def peer_exchange(seed: int, device: str) -> str:
         words[words == module._NOTHING] = module._NAN
         return list(words.split(size // 4))
 
-    for _ in range(5):
+    for _ in range(6):
+        what = rng.choice(("sum", "sum", "gather", "broadcast"))
         dtype = rng.choice((torch.float32, torch.float16, *[torch.bfloat16] * (device != "cpu")))  # it cuts bf16 off
-        is_sum = rng.random() < 0.6
-        shape = (rng.choice((2, 100, 2048, 6144, 5000)),) if is_sum else (2, rng.choice((2, 100, 5000)))
+        shape = (2, rng.choice((2, 100, 5000))) if what == "gather" else (rng.choice((2, 100, 2048, 6144, 5000)),)
         parts = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(ranks)]
         if rng.random() < 0.3:
             parts[rng.randrange(ranks)].view(-1).view(torch.int32)[0] = module._NOTHING
-        words = [sent(part) if is_sum else [each for row in part for each in sent(row)] for part in parts]
+        if what == "broadcast":
+            words = [list((part.view(torch.int16).int() & 0xFFFF).split(size // 4)) for part in parts]
+        else:
+            words = [[each for row in part.view(-1, shape[-1]) for each in sent(row)] for part in parts]
         live = list(enumerate(turns[: len(words[0])]))
+        nothing = [torch.zeros(module._TOLD, dtype=torch.int32, device=device)] * len(live)
+        told = {  # what one rank gets from another: words that mean nothing where it needs none of them
+            (source, rank): words[source] if what == "sum" or (rank if what == "gather" else source) == 0 else nothing
+            for source in range(ranks)
+            for rank in range(ranks)
+        }
         for block, turn in live:
             for rank in others:
                 place = region(turn, block, rank, index)
                 wrong += "" if bool((place == module._NOTHING).all()) else f" turn {turn} of {block} was not emptied"
-                said = words[rank][block] if is_sum or index == 0 else told_T
+                said = told[rank, index][block]
                 place.zero_()[: len(said)] = said
-        expected, found = torch.cat(parts, -1), parts[index].clone()
-        if is_sum:
+        expected, found = parts[0], parts[index].clone()
+        if what == "sum":
             expected = sum((part.float() for part in parts), torch.zeros(shape, device=device)).to(dtype)
             wrong += "" if exchange.all_reduce(found) else f" no sum of {shape}"
+        elif what == "broadcast":
+            wrong += "" if exchange.broadcast(found) else f" no broadcast of {shape}"
+            expected, found = expected.view(torch.int16), found.view(torch.int16)
         elif exchange.gathers(found):
-            gathered = exchange.gather_last(found)
+            expected, gathered = torch.cat(parts, -1), exchange.gather_last(found)
             wrong += "" if (gathered is None) == (index > 0) else " gathered by another rank"
             found = expected if gathered is None else gathered
-        wrong += "" if torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0)) else f" {shape} {dtype} {is_sum}"
+        wrong += "" if torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0)) else f" {what} of {shape} {dtype}"
         for block, turn in live:
             for rank in others:
-                told = region(turn, block, index, rank)
-                said = words[index][block] if is_sum or rank == 0 else told_T
-                wrong += "" if torch.equal(told[: len(said)], said) else f" {rank} was told other words of {block}"
-                told.fill_(module._NOTHING)  # as that rank does
+                place, said = region(turn, block, index, rank), told[index, rank][block]
+                wrong += "" if torch.equal(place[: len(said)], said) else f" {rank} was told other words of {block}"
+                place.fill_(module._NOTHING)  # as that rank does
             turns[block] = (turn + 1) % module._TURNS
-    far = torch.zeros(module._SUM_MAX * size // 4 + 1, device=device)
+    return wrong + _taken_wrongly(exchange, module, device)
+
+
+def _taken_wrongly(exchange: Any, module: Any, device: str) -> str:
+    """What an exchange should leave to NCCL, and does not."""
+    far = torch.zeros(module._SUM_MAX * module._REGION // 4 + 1, device=device)
     odd = torch.zeros(5, dtype=torch.half, device=device)
-    for x in (far, odd, torch.zeros(4, dtype=torch.int64, device=device)):
-        wrong += f" a sum of {len(x)} {x.dtype}" if exchange.all_reduce(x) else ""
-    return wrong + (" rows of 10 bytes" if exchange.gathers(odd) else "")
+    wrong = [
+        f" a sum of {len(x)} {x.dtype}"
+        for x in (far, odd, torch.zeros(4, dtype=torch.int64, device=device))
+        if exchange.all_reduce(x)
+    ]
+    bytes_X, many_X = (torch.zeros(n, dtype=t, device=device) for n, t in ((8, torch.int8), (3 << 21, torch.int64)))
+    wrong += [f" a broadcast of {x.nbytes} bytes" for x in (bytes_X, many_X) if exchange.broadcast(x)]
+    return "".join(wrong) + (" rows of 10 bytes" if exchange.gathers(odd) else "")
