@@ -2,7 +2,8 @@
 the references of `linear` and `norm_linear`.
 
 Up to 64 rows a linear is one read of its weight. How the weight is cut is a table by shape, measured
-(benchmarks/gpu_kernels.py): few rows go to the narrow side of the product, more come through the bulk copy engine.
+(benchmarks/gpu_kernels.py): few rows go to the narrow side of the product; for more the weight comes through the bulk
+copy engine, to one program on each multiprocessor where that reaches.
 Where the output is too narrow to fill the GPU, the inner dimension is cut too: the last program adds the partial sums
 in their order, so that equal inputs give equal bits. T = tokens, I = input width, O = output width.
 """
@@ -10,6 +11,7 @@ in their order, so that equal inputs give equal bits. T = tokens, I = input widt
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,7 +30,14 @@ from serinus.kernels.triton.gates import GATES, gated
 from serinus.kernels.triton.quantized import multiply_quantized, pack_quantized
 from serinus.kernels.triton.tickets import TICKETS, Tickets
 
-_ROWS_MAX = 64
+_ROWS_MAX, _FEW = 64, 16
+"""Rows that are multiplied here at most; and up to which they are the narrow side of the product."""
+_PROGRAMS = 132
+"""Multiprocessors of an H100 and an H200."""
+_AHEAD_BYTES = 192 << 10
+"""What a program that has one for itself loads ahead."""
+_LEAST_OUT = 3072
+"""Outputs that up to 32 rows are multiplied here for at least."""
 _HEAD_OUT = 1 << 16
 """From so many outputs on it is an output head."""
 
@@ -62,16 +71,15 @@ def cut_of(rows: int, out_size: int, in_size: int, dtype: torch.dtype, *, is_gat
     """How a weight is cut for so many rows; None = cuBLAS computes it. `out_size`: of gate and up where it is gated."""
     if dtype is torch.float32 or not 0 < rows <= _ROWS_MAX:
         return None
-    few, wide, narrow = rows <= 16, out_size >= _HEAD_OUT, in_size >= 2 * out_size
+    few, wide, narrow = rows <= _FEW, out_size >= _HEAD_OUT, in_size >= 2 * out_size
+    cut: WeightCut | None
     if is_gated:
+        out_size //= 2
         if few:
             wider = rows > 1 and in_size % 256 == 0
             cut = WeightCut(outputs=64, inner=256 if wider else 128, stages=4 if rows == 1 else 3, swapped=True)
         else:
-            cut = WeightCut(outputs=32, inner=128, stages=3, bulk=True)
-            if in_size % 128:
-                cut = WeightCut(outputs=64, inner=64, bulk=True)
-        out_size //= 2
+            cut = _whole(rows, out_size, in_size, factors=2)
     elif wide:
         if rows == 1:
             cut = WeightCut(outputs=64, inner=256, swapped=True)
@@ -79,16 +87,25 @@ def cut_of(rows: int, out_size: int, in_size: int, dtype: torch.dtype, *, is_gat
             cut = WeightCut(outputs=16, inner=256, warps=2, stages=5, swapped=True)
         else:
             cut = WeightCut(outputs=128, inner=128, warps=8, stages=3, swapped=True, bulk=True)
+    elif not few:
+        least = _LEAST_OUT if rows <= 32 else 0
+        is_own = least <= out_size <= 64 * _PROGRAMS and in_size < 4 * out_size
+        cut = _whole(rows, out_size, in_size) if is_own else None  # cuBLAS is as fast there, or faster
     elif narrow:
         cut = WeightCut(outputs=64, inner=128, parts=4, stages=4 if rows == 1 else 3, swapped=True)
-        if not few:
-            cut = WeightCut(outputs=32, inner=128, parts=2, bulk=True)
-    elif few:
+    else:
         is_square = out_size <= in_size
         cut = WeightCut(outputs=64, inner=256 if is_square else 128, stages=4 if is_square else 6, swapped=True)
-    else:
-        return None  # cuBLAS is as fast or faster by a tenth
-    return cut if cut.fits(out_size, in_size) else None
+    return cut if cut is not None and cut.fits(out_size, in_size) else None
+
+
+def _whole(rows: int, out_size: int, in_size: int, factors: int = 1) -> WeightCut:
+    """Programs that have a multiprocessor each, and all of its shared memory for what they load ahead: one round of
+    them, where 64 outputs of each are enough. `factors`: weights that share an input."""
+    swapped = rows <= 32  # a matrix unit takes 64 rows of the left factor
+    outputs, inner = 32 if out_size <= 32 * _PROGRAMS and not swapped else 64, 64 if in_size % 128 else 128
+    stage = (outputs * factors + (32 if swapped else 64)) * inner * 2
+    return WeightCut(outputs=outputs, inner=inner, stages=_AHEAD_BYTES // stage, swapped=swapped, bulk=True)
 
 
 def pack_linear(weight: Tensor | QuantizedWeight, bias_O: Tensor | None) -> PackedLinear:
@@ -149,7 +166,8 @@ def multiply_rows(x_TI: Tensor, packed: PackedLinear, cut: WeightCut, gate: Gate
     rows, inner = x_TI.shape
     out_size = packed.out_size // (1 if gate is None else 2)
     out_TO = x_TI.new_empty((rows, out_size))
-    block = max(16, int(triton.next_power_of_2(rows)))
+    block = _FEW if rows <= _FEW else int(triton.next_power_of_2(rows)) if cut.swapped else _ROWS_MAX  # a matrix unit's
+    stage = (cut.outputs * packed.out_size // out_size + block) * cut.inner * x_TI.element_size()
     partial = out_TO
     if cut.parts > 1:
         partial = torch.empty((cut.parts, rows, out_size), dtype=torch.float32, device=x_TI.device)
@@ -161,9 +179,17 @@ def multiply_rows(x_TI: Tensor, packed: PackedLinear, cut: WeightCut, gate: Gate
         left, right, x_TI if packed.bias_O is None else packed.bias_O, out_TO, partial, tickets, rows, out_size,
         INNER=inner, ROWS=block, OUTPUTS=cut.outputs, BLOCK=cut.inner, PARTS=cut.parts, GATE=GATES[gate],
         HAS_BIAS=packed.bias_O is not None, SWAPPED=cut.swapped, BULK=cut.bulk, num_warps=cut.warps,
-        num_stages=cut.stages, **dependent(x_TI.device),
+        num_stages=min(cut.stages, _shared_bytes() // stage), **dependent(x_TI.device),
     )  # fmt: skip
     return out_TO
+
+
+@lru_cache(maxsize=1)
+def _shared_bytes() -> int:
+    """Of a multiprocessor, for what a program loads ahead. Source: CUDA's table of compute capabilities."""
+    is_cuda = not triton.knobs.runtime.interpret
+    arch = triton.runtime.driver.active.get_current_target().arch if is_cuda else 90
+    return {80: 160, 87: 160, 90: 224, 100: 224, 103: 224}.get(arch, 96) << 10
 
 
 _jit: Any = triton.jit
