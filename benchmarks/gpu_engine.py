@@ -125,9 +125,9 @@ def step_ms(llm: LLM, prompts: list[list[int]], short: int = SHORT, long: int = 
     counted: Any = llm
     turn, ends, told = llm._turn, list[float](), 0
 
-    def timed(messages: Any) -> Any:
+    def timed(*given: Any) -> Any:
         nonlocal told
-        output = turn(messages)
+        output = turn(*given)
         told += sum(len(delta.token_ids) for _, deltas in output.deltas for delta in deltas)
         while told >= (len(ends) + 1) * len(prompts):
             ends.append(CLOCK.now())

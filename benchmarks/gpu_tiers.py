@@ -227,7 +227,7 @@ def beside(llm: LLM, traffic: Traffic | PlainTraffic, way: str, rounds: int) -> 
         alone.append(once())
         traffic.begin(WAYS[way])
         turn = llm._turn
-        engine._turn = lambda messages, turn=turn: (traffic.turn(), turn(messages))[1]  # `once` takes it away
+        engine._turn = lambda *given, turn=turn: (traffic.turn(), turn(*given))[1]  # `once` takes it away
         with_copies.append(once())
         rates.append(traffic.gb_s(len(WAYS[way])))
         traffic.end()

@@ -81,7 +81,7 @@ class Built:
 
     def turn(self, messages: Sequence[FrontEvent] = ()) -> TurnOutput:
         """One turn of the engine at this moment, with what its peers sent; peers and subscribers of cache events get
-        what it tells them. The caller sends the rest to fronts, and then flushes the line."""
+        what it tells them. The caller flushes the line, and meanwhile sends the rest to fronts."""
         from_peers = [] if self.peers is None else self.peers.receive()
         output = self.engine.turn(self.clock.now(), messages, from_peers)
         self.deliver(output)

@@ -1,8 +1,8 @@
 """Engine: one engine as an object that takes messages and time, and gives messages. Owns no socket, clock or thread.
 
     output = engine.turn(now, messages)    # decide: take messages, commit what is done, plan the next step
-    ...                                    # the caller sends the output
-    engine.line.flush()                    # the ranks do: the plan and all commands of the turn leave
+    engine.line.flush(meanwhile)           # the ranks do: the plan and all commands of the turn leave; meanwhile the
+                                           # caller sends the output
 
 The process loop (loop.py), the offline LLM (llm.py), the test pair and the simulated cluster drive this object, each
 with its own time and transport. Knows neither how a model computes (the ranks do, behind `line`) nor how a handoff is

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -294,22 +295,8 @@ class LLM:
                         request, answer = waiting.popleft()
                         owners[request.rid] = answer
                         messages.append(FrontMessage(front=_FRONT, message=request))
-                    output = self._turn(messages)
-                    messages = []
-                    for delta in (delta for _, deltas in output.deltas for delta in deltas):
-                        if delta.rid not in owners:
-                            continue  # a step that was under way when its stop text was found
-                        answer = owners[delta.rid]
-                        tokens, stopped = answer.take(delta)
-                        if stopped and delta.finish is None:
-                            answer.closing = True
-                            kept = len(answer.processor.token_ids)
-                            abort = Abort(rid=delta.rid, reason="stop text", matched_stop=True, kept=kept)
-                            messages.append(FrontMessage(front=_FRONT, message=abort))
-                        ended = delta.finish is not None
-                        if ended:
-                            del owners[delta.rid]
-                        progress.advance(done=int(ended), tokens=tokens)
+                    asked, messages = messages, []
+                    output = self._turn(asked, partial(_take, owners, progress, messages))
                     if not messages and not output.deltas and engine.stalled:
                         raise InvariantError(f"engine: {len(owners)} requests wait and none can run, expected a step")
                     self._wait()
@@ -323,10 +310,12 @@ class LLM:
                 for rid in owners:
                     engine.drop(rid, "the call ended early")
 
-    def _turn(self, messages: Sequence[FrontMessage]) -> TurnOutput:
-        """One turn of the engine, and the work that it gave to the ranks."""
+    def _turn(
+        self, messages: Sequence[FrontMessage], take: Callable[[TurnOutput], object] = lambda output: None
+    ) -> TurnOutput:
+        """One turn of the engine, and the work that it gave to the ranks; meanwhile `take` gets the output."""
         output = self._built.turn(messages)
-        self._built.line.flush()
+        self._built.line.flush(lambda: take(output))
         return output
 
     def _wait(self) -> None:
@@ -337,6 +326,26 @@ class LLM:
             self._engine.line.pump(wait_s)
         else:
             pause(min(wait_s, _PAUSE_S))
+
+
+def _take(
+    owners: dict[str, _Answer], progress: Progress, messages: list[FrontMessage], output: TurnOutput
+) -> None:  # fmt: skip
+    """Give the deltas of a turn to their answers, and add what the engine is to be told of them to `messages`."""
+    for delta in (delta for _, deltas in output.deltas for delta in deltas):
+        if delta.rid not in owners:
+            continue  # a step that was under way when its stop text was found
+        answer = owners[delta.rid]
+        tokens, stopped = answer.take(delta)
+        if stopped and delta.finish is None:
+            answer.closing = True
+            kept = len(answer.processor.token_ids)
+            abort = Abort(rid=delta.rid, reason="stop text", matched_stop=True, kept=kept)
+            messages.append(FrontMessage(front=_FRONT, message=abort))
+        ended = delta.finish is not None
+        if ended:
+            del owners[delta.rid]
+        progress.advance(done=int(ended), tokens=tokens)
 
 
 def _completion(index: int, answer: _Answer) -> CompletionOutput:

@@ -45,8 +45,8 @@ class EngineLoop:
     def turn(self) -> None:
         """One round. Waits only where the engine has nothing to do."""
         engine, peers = self._engine, self._built.peers
-        self._send(self._built.turn(self._events()))
-        engine.line.flush()
+        output = self._built.turn(self._events())
+        engine.line.flush(lambda: self._send(output))
         if not self._waiting and (wait_s := engine.wait_s) > 0:
             engine.line.wait_any([self._endpoint, *(peers.channels if peers is not None else ())], wait_s)
 

@@ -65,6 +65,23 @@ class StepCanary(Protocol):
         """How much of it was verified: CanaryRank.checked of the work of the plan. Called after `found`."""
 
 
+class Meanwhile:
+    """What the host is to do while its device computes a step; it is done once."""
+
+    def __init__(self, job: Callable[[], object] | None = None) -> None:
+        self._job = job
+
+    def put(self, job: Callable[[], object]) -> None:
+        """To be done by the next `do`."""
+        self._job = job
+
+    def do(self) -> None:
+        """Do it, where it was not done."""
+        job, self._job = self._job, None
+        if job is not None:
+            job()
+
+
 def _no_wait() -> float:
     return 0.0
 
@@ -81,8 +98,10 @@ class RankBody:
         clock: Clock,
         canary: StepCanary | None = None,
         waited: Callable[[], float] = _no_wait,
+        meanwhile: Meanwhile | None = None,
     ) -> None:
-        """`waited`: seconds that this rank has spent waiting for others so far."""
+        """`waited`: seconds that this rank has spent waiting for others so far. `meanwhile`: the runner does it before
+        it waits for its device; None = it waits for none."""
         self.rank = rank
         self.name = mesh.name(rank)
         self.steps = 0
@@ -99,6 +118,7 @@ class RankBody:
         self._clock = clock
         self._canary = canary
         self._waited = waited
+        self._meanwhile = meanwhile
         self._acts: dict[type, Callable[[Any], Iterable[object] | None]] = {RunStep: self._run, Stop: self._stop}
         self._sources: list[AnswerSource] = []
         self._ends: list[Callable[[], object]] = []
@@ -127,12 +147,18 @@ class RankBody:
         """Whether some answer is still to come by itself."""
         return any(source.busy for source in self._sources)
 
-    def obey(self, commands: Sequence[object]) -> list[object]:
-        """Do the commands in their order; returns the answers that are there now.
+    def obey(self, commands: Sequence[object], meanwhile: Callable[[], object] | None = None) -> list[object]:
+        """Do the commands in their order; returns the answers that are there now. `meanwhile`: called where the rank
+        waits for a device, before it does so; else before the commands. Where it was not, as no step was run, the
+        caller does it.
 
         Raises InvariantError: nothing on this rank obeys such a command; PeerGone: another rank fails this one.
         """
         self._obeyed = True
+        if meanwhile is not None and self._meanwhile is not None:
+            self._meanwhile.put(meanwhile)
+        elif meanwhile is not None:
+            meanwhile()
         answers: list[object] = []
         for command in commands:
             act = self._acts.get(type(command))

@@ -18,7 +18,7 @@ from serinus.core.clock import Clock
 from serinus.core.errors import FrameError, InvariantError, PeerGone
 from serinus.core.plan import StepPlan, StepResult
 from serinus.parallel import Mesh
-from serinus.ranks.body import RankBody
+from serinus.ranks.body import Meanwhile, RankBody
 from serinus.ranks.codec import Answers, Header, decode_answers, encode_header, fold, make_reader, pack_commands
 from serinus.ranks.commands import RankHoldings, RunStep, StepDone, Stop, describe
 from serinus.wire import Frame, Parts, ZmqChannel, wait_any
@@ -184,12 +184,21 @@ class LeaderLine:
         self._open.append(_OpenStep(plan.step))
         self.command(RunStep(plan=plan))
 
-    def flush(self) -> None:
+    def flush(self, meanwhile: Callable[[], object] | None = None) -> None:
         """Send what waits as one header; the leader's own rank obeys it here. No effect where nothing waits.
 
-        Raises PeerGone: a rank is lost; FrameError: a command cannot travel; and whatever breaks the own rank. The line
-        is broken then.
+        meanwhile: called once, whatever happens: while the own rank's device computes, where that waits for one; else
+        before it begins.
+        Raises PeerGone: a rank is lost; FrameError: a command cannot travel; and whatever breaks the own rank, or what
+        is done meanwhile. The line is broken then.
         """
+        aside = Meanwhile(meanwhile)
+        try:
+            self._flush(aside)
+        finally:
+            aside.do()
+
+    def _flush(self, aside: Meanwhile) -> None:
         self._check()
         if not self._pending:
             return
@@ -200,7 +209,7 @@ class LeaderLine:
             self._send(pending)
             self.control_seconds += self._clock.now() - begun
             self._tail.extend(describe(command) for _, command in pending)
-            answers = self.body.obey([command for rank, command in pending if not rank])
+            answers = self.body.obey([command for rank, command in pending if not rank], aside.do)
         except PeerGone as error:  # in the middle of a step: the supervisor knows which rank was lost, and why
             self._break((self._links.why() if self._links is not None else "") or str(error))
             raise PeerGone(self._broken) from error

@@ -10,7 +10,7 @@ from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.parallel.comm import Comm
 from serinus.pd import AnyBackend
-from serinus.ranks.body import RankBody, StepCanary, StepRunner
+from serinus.ranks.body import Meanwhile, RankBody, StepCanary, StepRunner
 from serinus.ranks.build import RankParts, build_rank, record_steps
 from serinus.ranks.layouts import data_backends
 from serinus.ranks.page_workers import attach_page_worker
@@ -25,12 +25,15 @@ def make_body(parts: RankParts, clock: Clock, backends: Sequence[AnyBackend]) ->
     canary = parts.canary
     runner: StepRunner = parts.runner
     around: StepCanary | None = canary
+    meanwhile: Meanwhile | None = None
     if parts.mesh.pp == 1:
-        runner = ahead = StepsAhead(parts.runner, canary)
+        meanwhile = None if parts.device == "cpu" else Meanwhile()
+        runner = ahead = StepsAhead(parts.runner, canary, meanwhile)
         around = None if canary is None else ahead
     body = RankBody(
-        rank=comm.rank, mesh=parts.mesh, runner=runner, clock=clock, canary=around, waited=lambda: comm.waited_s
-    )
+        rank=comm.rank, mesh=parts.mesh, runner=runner, clock=clock, canary=around, waited=lambda: comm.waited_s,
+        meanwhile=meanwhile,
+    )  # fmt: skip
     attach_tiers(body, parts.tiers)
     if canary is not None:
         for command in CANARY_COMMANDS:

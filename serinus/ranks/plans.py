@@ -265,27 +265,31 @@ def _work(columns: PlanColumns, *, looks_back: bool) -> list[SeqWork]:
         shape = columns.slots_PT.shape
         raise FrameError("body", f"slots {shape} of parts {parts} for {cuts[-1]} tokens, expected a row for each part")
     slots_P = [(_PARTS[part], slots_T) for part, slots_T in zip(parts, columns.slots_PT, strict=True)]
-    specs = _specs(columns, len(rids), looks_back=looks_back)
-    asked = {item.work: item for item in columns.asked}
+    (first, slots_T), others = slots_P[0], slots_P[1:]
     work = []
-    for index, rid in enumerate(rids):
-        begin, end = cuts[index], cuts[index + 1]
-        wanted = asked.get(index)
+    for rid, row, start, begin, end, whole, chain, spec in zip(
+        rids, rows, starts, cuts[:-1], cuts[1:], wholes, chains, _specs(columns, len(rids), looks_back=looks_back),
+        strict=True,
+    ):  # fmt: skip
+        slots = {first: slots_T[begin:end]}
+        for part, others_T in others:
+            slots[part] = others_T[begin:end]
         work.append(
             SeqWork(
                 rid=rid,
-                row=rows[index],
-                start=starts[index],
+                row=row,
+                start=start,
                 tokens=tokens_T[begin:end],
-                slots={part: slots_T[begin:end] for part, slots_T in slots_P},
-                chain=chains[index],
-                sample=specs.get(index),
-                whole=bool(wholes[index]),
-                prompt_logprobs=None if wanted is None else wanted.count,
-                next_ids=None if wanted is None else wanted.next_ids,
-                pooled=0 if wanted is None else wanted.pooled,
+                slots=slots,
+                chain=chain,
+                sample=spec,
+                whole=whole > 0,
             )
         )
+    _below(len(work), columns.asked)
+    for item in columns.asked:
+        each = work[item.work]
+        each.prompt_logprobs, each.next_ids, each.pooled = item.count, item.next_ids, item.pooled
     return work
 
 
@@ -305,13 +309,14 @@ def _ahead(columns: PlanColumns, behind: Sequence[SeqWork]) -> WorkAhead | None:
         raise FrameError("body", "work ahead of many tokens, or that does not sample; expected one that samples")
     if chunks and (not columns.chooses or any(each.asks_each for each in chunks)):
         raise FrameError("body", "prompt chunks ahead that the host waits for, expected what it need not wait for")
-    if columns.chooses and any(each.sample is not None and each.sample.params.looks_back for each in work):
+    params = {id(each.sample.params): each.sample.params for each in work if each.sample is not None}
+    if columns.chooses and any(each.looks_back for each in params.values()):
         raise FrameError("body", "work ahead whose tokens are chosen by those before them, expected only to compute it")
     return WorkAhead(work=work, follows=follows, chooses=columns.chooses)
 
 
-def _specs(columns: PlanColumns, count: int, *, looks_back: bool) -> dict[int, SampleSpec]:
-    """How those that sample do it, by their place."""
+def _specs(columns: PlanColumns, count: int, *, looks_back: bool) -> list[SampleSpec | None]:
+    """How each samples; None of those that do not."""
     places, sets, positions, generated = _lists(columns.samples_4S, 4, "samples")
     seeds = columns.seeds_S
     _same(len(places), seeds=seeds)
@@ -320,23 +325,30 @@ def _specs(columns: PlanColumns, count: int, *, looks_back: bool) -> dict[int, S
     if places and (min(places) < 0 or max(places) >= count or min(sets) < 0 or max(sets) >= len(columns.sets)):
         raise FrameError("body", f"a plan of {count} sequences samples at {places} with sets {sets}")
     known = [_SETS.unpacked(data) for data in columns.sets]
-    back = {item.work: _history(item) for item in columns.penalties}
+    specs: list[SampleSpec | None] = [None] * count
+    for place, number, position, tokens, seed in zip(places, sets, positions, generated, seeds, strict=True):
+        params, stop_ids = known[number]
+        specs[place] = SampleSpec(params=params, seed=seed, position=position, generated=tokens, stop_ids=stop_ids)
+    _below(count, columns.penalties)
+    for penalty in columns.penalties:
+        if (spec := specs[penalty.work]) is not None:
+            spec.history = _history(penalty)
     outputs = {item.work: item.tokens for item in columns.outputs}
-    specs = {}
-    for index, place in enumerate(places):
-        params, stop_ids = known[sets[index]]
-        if (looks_back and params.grammar is not None) != (place in outputs):
-            raise FrameError("body", f"sequence {place} of a plan: a grammar needs its output, and nothing else does")
-        specs[place] = SampleSpec(
-            params=params,
-            seed=seeds[index],
-            position=positions[index],
-            generated=generated[index],
-            stop_ids=stop_ids,
-            history=back.get(place),
-            output=outputs.get(place),
-        )
+    if outputs or (looks_back and any(params.grammar is not None for params, _ in known)):
+        for place, spec in enumerate(specs):
+            if (spec is not None and spec.params.grammar is not None) != (place in outputs):
+                raise FrameError(
+                    "body", f"sequence {place} of a plan: a grammar needs its output, and nothing else does"
+                )
+            if spec is not None:
+                spec.output = outputs.get(place)
     return specs
+
+
+def _below(count: int, items: Sequence[_Penalty | _Asked]) -> None:
+    for item in items:
+        if item.work >= count:
+            raise FrameError("body", f"a plan of {count} sequences names number {item.work}, expected one of them")
 
 
 def _history(item: _Penalty) -> TokenHistory:

@@ -24,6 +24,7 @@ import numpy as np
 from serinus.canary import CanaryMark, CanaryRank, Finding, RingOverflow
 from serinus.core.errors import InvariantError, OutOfMemory
 from serinus.core.plan import StepPlan, StepResult, TableWrite
+from serinus.ranks.body import Meanwhile
 from serinus.runner import Behind, Flight, Runner
 
 
@@ -52,12 +53,13 @@ class StepsAhead:
     """A body.StepRunner and its body.StepCanary, of a rank whose engine has one stage. All slices queue the same passes
     in the same order: these follow from plans and settings alone."""
 
-    def __init__(self, runner: Runner, canary: CanaryRank | None) -> None:
+    def __init__(self, runner: Runner, canary: CanaryRank | None, meanwhile: Meanwhile | None = None) -> None:
+        """`meanwhile`: done before it waits for a device."""
         self.taken = 0
         """Steps that were queued when their plan came, so far..."""
         self.dropped = 0
         """...and those that were queued for no plan."""
-        self._runner, self._canary = runner, canary
+        self._runner, self._canary, self._meanwhile = runner, canary, meanwhile
         self._ahead: _Queued | None = None
         """Queued behind the step that was run last."""
         self._mark: CanaryMark | None = None
@@ -119,6 +121,8 @@ class StepsAhead:
         self._ahead = self._queued_behind(plan, flight, places, writes)
         if self._ahead is None:
             self._runner.write_tables(writes)
+        if self._meanwhile is not None:
+            self._meanwhile.do()
         result = self._runner.read(flight)
         if result is None or places is None:
             return result

@@ -347,6 +347,22 @@ def test_columns_that_do_not_fit_each_other_are_refused(change: dict[str, Any], 
         decode_header(_forged("RunStep", columns))
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"sample": SampleSpec(params=SamplingParams(), seed=1, position=1, generated=0, history=history([3]))},
+        {"pooled": 1},
+    ],
+)
+def test_what_is_said_of_a_sequence_that_is_not_there_is_refused(given: dict[str, Any]) -> None:
+    """Of the second of two, where a plan has one."""
+    plain = SeqWork(rid="a", row=1, start=0, tokens=np.array([7], np.int32), slots={Part.FULL: np.array([1])})
+    one, two = (pack_plan(StepPlan(step=1, work=work)) for work in ((plain,), (plain, replace(plain, **given))))
+    columns = msgspec.structs.replace(one, penalties=two.penalties, asked=two.asked)
+    with pytest.raises(FrameError, match="a plan of 1 sequences names number 1"):
+        decode_header(_forged("RunStep", columns))
+
+
 @pytest.mark.parametrize("looked_at", [{"history": history([3])}, {"output": np.array([3], np.int32)}])
 def test_work_ahead_with_what_sampling_looks_back_at_is_refused(looked_at: dict[str, Any]) -> None:
     grammar = Grammar("json_object") if "output" in looked_at else None

@@ -13,7 +13,7 @@ from serinus.core.clock import ManualClock
 from serinus.core.errors import FrameError, InvariantError, PeerGone
 from serinus.core.moves import Move, MoveDone, MoveKind
 from serinus.core.parts import Part
-from serinus.core.plan import StepPlan, WorkAhead
+from serinus.core.plan import SeqResult, StepPlan, StepResult, WorkAhead
 from serinus.parallel import Mesh
 from serinus.ranks import (
     LeaderLine,
@@ -25,6 +25,7 @@ from serinus.ranks import (
     StepDone,
     Stop,
 )
+from serinus.ranks.body import Meanwhile
 from serinus.ranks.codec import (
     Answers,
     decode_answers,
@@ -34,7 +35,9 @@ from serinus.ranks.codec import (
     fold,
     pack_commands,
 )
+from serinus.ranks.steps_ahead import StepsAhead
 from serinus.ranks.tiers import CancelPages, CopyPages
+from serinus.runner.flight import Flight
 from serinus.wire import Parts
 from tests.ranks.linked import CLOCK, Ranks, Runner, bodies_of, plan_of
 
@@ -72,6 +75,53 @@ def test_one_rank_is_the_same_line_without_links() -> None:
     assert finished is not None
     assert [seq.token for seq in finished.result.seqs] == [1]
     assert line.control_bytes == 0
+
+
+class Device:
+    """A runner that queues passes, and waits for what came of them."""
+
+    def __init__(self, done: list[str]) -> None:
+        self._done = done
+
+    def launch(self, plan: StepPlan, behind: object = None) -> Flight:
+        self._done.append("queue")
+        return Flight(step=plan.step)
+
+    def write_tables(self, writes: object) -> None:
+        pass
+
+    def read(self, flight: Flight) -> StepResult:
+        self._done.append("wait")
+        return StepResult(step=flight.step, seqs=(SeqResult(token=1),))
+
+
+def test_what_is_to_be_done_meanwhile_is_done_while_a_device_computes_and_before_a_host_does() -> None:
+    mesh, done = Mesh(), list[str]()
+    meanwhile = Meanwhile()
+    ahead: Any = StepsAhead(Device(done), None, meanwhile)  # type: ignore[arg-type]
+    near: Any = StepsAhead(Device(done), None)  # type: ignore[arg-type]
+    for runner, aside in ((ahead, meanwhile), (near, None)):
+        line = LeaderLine(RankBody(rank=0, mesh=mesh, runner=runner, clock=CLOCK, meanwhile=aside), mesh, CLOCK)
+        line.run(plan_of(1, "a"))
+        line.flush(lambda: done.append("tell"))
+        line.flush(lambda: done.append("tell"))
+    assert done == ["queue", "tell", "wait", "tell", "tell", "queue", "wait", "tell"]
+
+
+def test_what_is_to_be_done_meanwhile_is_done_though_the_step_fails_and_though_the_line_is_broken() -> None:
+    class Broken(Device):
+        def launch(self, plan: StepPlan, behind: object = None) -> Flight:
+            raise ValueError("no such kernel")
+
+    mesh, done, meanwhile = Mesh(), list[str](), Meanwhile()
+    runner: Any = StepsAhead(Broken(done), None, meanwhile)  # type: ignore[arg-type]
+    line = LeaderLine(RankBody(rank=0, mesh=mesh, runner=runner, clock=CLOCK, meanwhile=meanwhile), mesh, CLOCK)
+    line.run(plan_of(1, "a"))
+    with pytest.raises(ValueError, match="no such kernel"):
+        line.flush(lambda: done.append("tell"))
+    with pytest.raises(PeerGone, match="no such kernel"):
+        line.flush(lambda: done.append("tell again"))
+    assert done == ["tell", "tell again"]
 
 
 def test_no_more_than_depth_steps_are_under_way(ranks: Ranks) -> None:
