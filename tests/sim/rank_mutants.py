@@ -34,12 +34,12 @@ def _obeying(change: Callable[[SimEngine, int, object], object | None]) -> Itera
         boot(self)
         engines.update({rank.body: self for rank in self.ranks[1:]})
 
-    def obeyed(self: RankBody, commands: Sequence[object]) -> list[object]:
+    def obeyed(self: RankBody, commands: Sequence[object], *given: Any) -> list[object]:
         engine = engines.get(self)
         if engine is not None:
             changed = (change(engine, self.rank, command) for command in commands)
             commands = [command for command in changed if command is not None]
-        return obey(self, commands)
+        return obey(self, commands, *given)
 
     with replaced(SimEngine, "boot", booted), replaced(RankBody, "obey", obeyed):
         yield
