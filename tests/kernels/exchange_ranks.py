@@ -74,7 +74,7 @@ def _run(index: int, name: str, inboxes: Sequence[Any], all_come: Any, seed: int
     exchange = PeerExchange(kept_memory[0], addresses, index, 60.0)
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     kept: list[tuple[str, torch.Tensor | None, torch.Tensor]] = []
-    whats = ("sum", "sum", "sum", "gather", "gather", "broadcast")
+    whats = ("sum", "gather", "broadcast", "broadcast")
     for number in range(calls):
         what, shape = rng.choice(whats), rng.choice(_SHAPES)
         parts = [torch.randn(shape, generator=generator) for _ in inboxes]
