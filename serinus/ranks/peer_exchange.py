@@ -16,8 +16,8 @@ _log = get_logger("engine")
 
 
 def share_memory(config: ServeConfig, comm: Comm, device: str, kernels: Kernels) -> None:
-    """From now on `comm` adds up small tensors and gathers by a kernel, where the GPUs of a stage see each other; else
-    NCCL does, and the log says why. All ranks call it side by side. Cost: 48 MB of each GPU."""
+    """From now on `comm` adds up small tensors, gathers and broadcasts by kernels of its own, where the GPUs of a stage
+    see each other; else NCCL does, and the log says why. All ranks call it side by side. Cost: 48 MB of each GPU."""
     if device == "cpu" or comm.mesh.tp == 1 or not isinstance(comm, TorchComm):
         return
     reason = _why_not(config, kernels)

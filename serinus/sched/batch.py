@@ -110,8 +110,7 @@ class Batch:
         """Allocate one more page of each part with a window, and pages of the others up to `full_end`; retract
         others (`_victim`) until that succeeds."""
         while state.running:
-            window_end = 1 + min((row.end for row in state.windowed), default=0)
-            if self._allocator.extend(state, full_end, window_end):
+            if self._allocator.extend(state, full_end, state.next_window_end):
                 return
             victim = self._victim()
             if not self.retract(victim):

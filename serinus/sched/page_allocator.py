@@ -174,28 +174,28 @@ class PageAllocator:
     def extend(self, state: ReqState, end: int, window_end: int = 0) -> bool:
         """Let its pages reach up to page index `end`, of parts with a window up to `window_end`; False = no room,
         nothing changed. The table rows of a running request are written."""
-        return self._extend([state], [[max(0, (window_end if r.windowed else end) - r.end)] for r in state.rows])
+        return self._extend([(state, end, window_end)])
 
     def grow(self, states: Sequence[ReqState]) -> bool:
         """`extend` each by a page, of parts with a window those that reach least far; False = no room for all, nothing
         changed. Cost: some 3 us a request, many at once."""
+        return self._extend([(state, state.full.end + 1, state.next_window_end) for state in states])
+
+    def _extend(self, wanted: Sequence[tuple[ReqState, int, int]]) -> bool:
+        """Each request, with its `end` and `window_end`."""
         counts = []
         for place in range(len(self.windows)):
-            rows = [(state, state.rows[place]) for state in states]
-            counts.append([int(not r.windowed or r.end == min(w.end for w in state.windowed)) for state, r in rows])
-        return self._extend(states, counts)
-
-    def _extend(self, states: Sequence[ReqState], counts: Sequence[Sequence[int]]) -> bool:
-        """By so many pages: part by part, those of each request."""
+            rows = [(state.rows[place], end, window_end) for state, end, window_end in wanted]
+            counts.append([max(0, (window_end if row.windowed else end) - row.end) for row, end, window_end in rows])
         if not any(map(any, counts)):
             return True
-        given = self.cache.allocate_each([state.rid for state in states], counts)
+        given = self.cache.allocate_each([state.rid for state, *_ in wanted], counts)
         if given is None:
             return False
         size = self.page_size
         for place, (each, pages) in enumerate(zip(counts, given, strict=True)):
             slots, begin = slots_of(pages, size), 0
-            for state, count in zip(states, each, strict=True):
+            for (state, *_), count in zip(wanted, each, strict=True):
                 if not count:
                     continue
                 row, end = state.rows[place], begin + count

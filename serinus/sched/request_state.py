@@ -266,6 +266,11 @@ class ReqState:
         return self.request.rid
 
     @property
+    def next_window_end(self) -> int:
+        """The page index up to which one more page takes those of its windowed parts that reach least far."""
+        return 1 + min((row.end for row in self.windowed), default=0)
+
+    @property
     def generated(self) -> int:
         """Tokens generated so far."""
         return self.known - self.prompt_len
