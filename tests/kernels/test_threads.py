@@ -39,11 +39,15 @@ def attend_alone(kernels: Kernels) -> torch.Tensor:
     return kernels.paged_attention(paged.q, paged.k_pool, paged.v_pool, paged.table, paged.batch, 0.25)
 
 
-def attend_chunks(kernels: Kernels) -> torch.Tensor:
+def attend_chunks(kernels: Kernels, window: int | None = None) -> torch.Tensor:
     paged = make_paged(
         seed=3, sequences=[(150, 300), (70, 70)], heads=4, kv_heads=2, head_size=64, page_size=16, dtype=torch.bfloat16
     )
-    return kernels.paged_attention(paged.q, paged.k_pool, paged.v_pool, paged.table, paged.batch, 0.125)
+    return kernels.paged_attention(paged.q, paged.k_pool, paged.v_pool, paged.table, paged.batch, 0.125, window)
+
+
+def attend_windows(kernels: Kernels) -> torch.Tensor:
+    return torch.cat([attend_chunks(kernels, window) for window in (9, 50, 100)])
 
 
 def norm(kernels: Kernels) -> torch.Tensor:
@@ -72,7 +76,7 @@ def sample(kernels: Kernels) -> torch.Tensor:
     return kernels.choose_tokens(torch.zeros(9, 9001).bfloat16(), rows)
 
 
-@pytest.mark.parametrize("op", [attend, attend_alone, attend_chunks, norm, activate, turn, sample])
+@pytest.mark.parametrize("op", [attend, attend_alone, attend_chunks, attend_windows, norm, activate, turn, sample])
 def test_every_number_of_threads_gives_the_same_bytes(op: Callable[[Kernels], torch.Tensor]) -> None:
     torch.set_num_threads(1)
     alone = op(load("cpu"))

@@ -5,6 +5,7 @@ Shapes: T = tokens of this step, N = query heads, H = KV heads, G = N / H, D = h
 A work item is one KV head of one chunk and a run of its query tiles. It first packs that head's keys and values, read
 from their pages, into pairs along the dimension that is summed over; then each tile of 64 rows (tokens times G) walks
 the blocks of 64 keys from the window of its first token to its last token: blocks below and in the future cost nothing.
+Blocks begin at multiples of 64, wherever an item does, so that sums do not depend on how tiles are dealt out.
 What of the rows is due for the canary is digested as they are packed, by every item that packs them (see `watching`).
 It keeps a running softmax with shares rounded to bf16. torch's flash kernel spends 27 ms on 8 x 256 tokens here
 (2 Zen 4 cores, 16/8 heads of 128), for it computes the whole square and copies more. Where the processor lacks the
@@ -31,6 +32,7 @@ from serinus.kernels.cpu.scalar import FAST, LOG2_E, at, cap_score, carray, exp2
 from serinus.kernels.cpu.vector import TILE, copy_bytes, largest, multiply_tile
 from serinus.kernels.cpu.watching import (
     GROUP,
+    MISSING,
     PACKED,
     PLAIN,
     WATCH_INTEGERS,
@@ -188,12 +190,12 @@ def _weigh(
 
 
 @inlined(fastmath=set())
-def _find_rows(rows: Any, table: Any, start: Any, count: Any, row_bytes: Any, slot_count: Any) -> Any:
-    """rows[p] = the offset of position start + p; behind `count`, that of the last. A slot out of the pool counts as
-    slot 0. Returns whether there is none."""
+def _find_rows(rows: Any, table: Any, low: Any, start: Any, count: Any, row_bytes: Any, slot_count: Any) -> Any:
+    """rows[p] = the offset of position start + p; below position `low`, that of this one; behind `count`, that of the
+    last. A slot out of the pool counts as slot 0. Returns whether there is none."""
     is_whole = True
     for p in range(_KEYS):
-        slot = np.int64(table[start + min(p, count - 1)])
+        slot = np.int64(table[max(low, start + min(p, count - 1))])
         if slot < 0 or slot >= slot_count:
             is_whole, slot = False, np.int64(0)
         rows[p] = slot * row_bytes
@@ -287,15 +289,16 @@ def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, kin
             table = carray(at(a[4] + row * context_max * 4), context, np.int32)
             past = context - count
             end = min(context, past + units[u, 6] * tile_tokens)
-            blocks = (end - low + _KEYS - 1) // _KEYS
+            base = low // _KEYS * _KEYS
+            blocks = (end - base + _KEYS - 1) // _KEYS
             keys = np.empty(blocks * block_words, np.uint32)
             values = np.empty(blocks * block_words, np.uint32)
             head_at = head * head_bytes
             for b in range(blocks):
                 packed = slice(b * block_words, b * block_words + block_words)
-                start = low + b * _KEYS
+                start = base + b * _KEYS
                 here = min(_KEYS, end - start)
-                if not _find_rows(rows_at, table, start, here, row_bytes, a[11]):
+                if not _find_rows(rows_at, table, low, start, here, row_bytes, a[11]):
                     a[12] = row + 1
                 if kind == BF16:
                     _pack(a[2] + head_at, a[3] + head_at, rows_at, here, keys[packed], values[packed], size)
@@ -307,6 +310,7 @@ def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, kin
                         widen_row(a[3] + head_at + rows_at[p], v_at + wide_at[p], size, kind)
                     _pack(k_at, v_at, wide_at, here, keys[packed], values[packed], size)
                 if watched and find_entries(entries, due, w[6], w[7], units[u, 8], start, here, w[5]):
+                    entries[: max(0, low - start)] = MISSING
                     _weigh(weights, units[u, 9], units[u, 10], past, count, tile_tokens, a[13], start)
                     for kv in range(2):
                         pool, own = a[2 + kv], sums + kv * w[4] * 8
@@ -344,8 +348,8 @@ def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, kin
                     for m in range(rows):
                         top[m] = sinks[head * group + m % group] * np.float32(LOG2_E)
                         mass[m] = np.float32(1)
-                begin = max(0, past + token - a[13] + 1 - low) // _KEYS if windowed else 0
-                for b in range(begin, (past + token + tokens - low + _KEYS - 1) // _KEYS):
+                begin = max(0, past + token - a[13] + 1 - base) // _KEYS if windowed else 0
+                for b in range(begin, (past + token + tokens - base + _KEYS - 1) // _KEYS):
                     keys_at = keys.ctypes.data + b * block_words * 4
                     for m in range(0, rows, TILE):
                         multiply_tile(
@@ -356,11 +360,11 @@ def _body(size: int, group: int, windowed: bool, capped: bool, watched: int, kin
                         for i in range(rows * _KEYS):
                             score[i] = cap_score(score[i] * scale, cap)
                     for m in range(rows):
-                        seen = min(_KEYS, max(0, past + token + m // group + 1 - low - b * _KEYS))
+                        seen = min(_KEYS, max(0, past + token + m // group + 1 - base - b * _KEYS))
                         line = slice(m * _KEYS, m * _KEYS + _KEYS)
                         hidden = 0
                         if windowed:
-                            hidden = min(_KEYS, max(0, past + token + m // group + 1 - a[13] - low - b * _KEYS))
+                            hidden = min(_KEYS, max(0, past + token + m // group + 1 - a[13] - base - b * _KEYS))
                             if hidden >= seen:
                                 _drop_shares(share[line], _KEYS)
                                 continue
