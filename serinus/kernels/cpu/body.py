@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numba
 import torch
 from numba import types
+from numba.core.ccallback import CFunc
 from numba.core.dispatcher import Dispatcher
 
 from serinus.core.errors import ConfigError
@@ -42,16 +42,16 @@ from serinus.kernels.cpu import (
     vector,
     watching,
 )
+from serinus.kernels.cpu.code_files import cache_of
 
 _INLINED = (
     blocks, canary, digest, fp8, llvm, products, quantized, row_steps, scalar, selection, vector, watching,
 )  # fmt: skip
 VERSION = zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in _INLINED))
-"""Digest of the sources that every body inlines. numba's cache on the disk watches only a body's own file, so each body
+"""Digest of the sources that every body inlines. The cache on the disk watches only a body's own file, so each body
 closes over this number: machine code from before an edit or an upgrade is then not found, instead of run."""
 
-_cfunc: Any = numba.cfunc
-_SIGNATURE = types.void(types.voidptr)
+_SIGNATURE = (types.voidptr,), types.void
 _C_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -117,7 +117,7 @@ class Body:
 
 
 def compile_body(function: Callable[[Any], None]) -> Body:
-    """Compile a body, or load it from numba's cache: beside this package, or where that is read-only in the user's.
+    """Compile a body, or load it from the disk: beside this package, or where that is read-only in the user's cache.
 
     What it closes over is part of the cache's key, so no compiled function may be: each process has another one.
 
@@ -126,13 +126,14 @@ def compile_body(function: Callable[[Any], None]) -> Body:
     Cost: about a second, or some 20 ms from the cache.
     """
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    compiled = [name for name, cell in cells.items() if isinstance(cell.cell_contents, Dispatcher)]
-    assert not compiled, f"kernels: {function.__name__} closes over {compiled}, and would be compiled by each process"
+    parts = [name for name, cell in cells.items() if isinstance(cell.cell_contents, Dispatcher)]
+    assert not parts, f"kernels: {function.__name__} closes over {parts}, and would be compiled by each process"
+    compiled: Any = CFunc(function, _SIGNATURE, locals={}, options={"fastmath": scalar.FAST, "error_model": "numpy"})
     try:
-        return Body(_cfunc(_SIGNATURE, cache=True, fastmath=scalar.FAST, error_model="numpy")(function))
+        compiled._cache = cache_of(function)
     except RuntimeError as error:
-        if "cannot cache" not in str(error):
-            raise
         raise ConfigError(
             f"kernels: no place for compiled kernels ({error}); expected a writable home, or NUMBA_CACHE_DIR"
         ) from error
+    compiled.compile()
+    return Body(compiled)
