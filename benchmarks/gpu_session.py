@@ -4,6 +4,7 @@ what it had said by then counts. Ends with a line for each piece, and the whole 
     python -m benchmarks.gpu_session tests [--limit SECONDS] [--total 560] [--only NAME ...] [--out FOLDER]
     python -m benchmarks.gpu_session tests_of_gpus      (those that need two GPUs)
     python -m benchmarks.gpu_session benchmarks
+    python -m benchmarks.gpu_session benchmarks_of_gpus (slices on two GPUs, and each of the two alone)
 
 `--limit`: seconds for a piece, by default 480 of tests and 150 of benchmarks. `--total`: seconds for all pieces; those
 that have none left are named, for a call with `--only`.
@@ -39,8 +40,11 @@ BENCHMARKS = {
     "engine": "gpu_engine --batch 1 16 256 --canary none", "kernels": "gpu_kernels", "models": "gpu_models",
     "canary_step": "canary_gpu_step", "load": "gpu_load",
 }  # fmt: skip
+_SLICES = "gpu_engine --batch 64 --canary rotating:16 --tp-size"
+BENCHMARKS_OF_GPUS = {"0,1": f"{_SLICES} 2", "0": f"{_SLICES} 1", "1": f"{_SLICES} 1"}
+"""By the cards that are seen. Cards of one kind differ by 2 % and slices go with the slower one."""
 _GRACE_S = 5.0
-_LIMITS_S = {"tests": 480.0, "tests_of_gpus": 480.0, "benchmarks": 150.0}
+_LIMITS_S = {"tests": 480.0, "tests_of_gpus": 480.0, "benchmarks": 150.0, "benchmarks_of_gpus": 150.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,8 @@ class Piece:
 
     name: str
     words: tuple[str, ...]
+    cards: str = ""
+    """CUDA_VISIBLE_DEVICES; empty = as it is."""
 
 
 def _tests(name: str, paths: str, marks: str) -> Piece:
@@ -56,11 +62,16 @@ def _tests(name: str, paths: str, marks: str) -> Piece:
     return Piece(name=name, words=(*words, marks, *(f"tests/{path}" for path in paths.split())))
 
 
+def _benchmark(name: str, words: str, cards: str = "") -> Piece:
+    return Piece(name=name, words=("-m", *f"benchmarks.{words}".split()), cards=cards)
+
+
 PIECES = {
     "tests": [_tests(name, paths, "gpu and not gpus") for name, paths in TESTS.items()],
     "tests_of_gpus": [_tests(name, paths, "gpus") for name, paths in TESTS.items()],
-    "benchmarks": [
-        Piece(name=name, words=("-m", *(f"benchmarks.{words}".split()))) for name, words in BENCHMARKS.items()
+    "benchmarks": [_benchmark(name, words) for name, words in BENCHMARKS.items()],
+    "benchmarks_of_gpus": [
+        _benchmark(f"cards {cards}", words, cards) for cards, words in BENCHMARKS_OF_GPUS.items()
     ],
 }  # fmt: skip
 
@@ -77,10 +88,12 @@ def run_pieces(pieces: list[Piece], out: Path, *, limit_s: float, total_s: float
 
 def _run(piece: Piece, out: Path, limit_s: float) -> str:
     file, begun = out / f"{piece.name.replace('/', '_')}.txt", CLOCK.now()
+    env = threads_env(1) if "pytest" in piece.words else dict(os.environ)
+    if piece.cards:
+        env["CUDA_VISIBLE_DEVICES"] = piece.cards
     with file.open("w") as log:
         child = subprocess.Popen(
-            [sys.executable, "-u", *piece.words], stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            env=threads_env(1) if "pytest" in piece.words else None,
+            [sys.executable, "-u", *piece.words], stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env,
         )  # fmt: skip
         try:
             how = {0: "ok", 5: "no test"}.get(code := child.wait(limit_s), f"code {code}")
@@ -99,7 +112,7 @@ def _run(piece: Piece, out: Path, limit_s: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=PIECES)
     parser.add_argument("--limit", type=float)
     parser.add_argument("--total", type=float, default=560)

@@ -17,12 +17,17 @@ def test_a_piece_that_does_not_end_is_ended_and_what_it_said_counts(tmp_path: Pa
     pieces = [
         Piece(name="stuck", words=("-c", stuck)),
         Piece(name="broken/one", words=("-c", "print('why'); raise SystemExit(3)")),
-        Piece(name="whole", words=("-c", "print('{\"benchmark\": 2}')")),
+        Piece(
+            name="whole",
+            words=("-c", "import os; print('{\"benchmark\": \"' + os.environ['CUDA_VISIBLE_DEVICES'] + '\"}')"),
+            cards="1",
+        ),
     ]
     stuck_line, *others = run_pieces(pieces, tmp_path, limit_s=8, total_s=300)
     assert stuck_line.startswith("stuck: ended at its limit")
     assert stuck_line.endswith("1 results")
     assert [line.split(", ")[0] for line in others] == ["broken/one: code 3", "whole: ok"]
+    assert (tmp_path / "whole.txt").read_text() == '{"benchmark": "1"}\n'
     assert others[0].endswith("why")
     assert (tmp_path / "broken_one.txt").read_text() == "why\n"
 
@@ -42,5 +47,5 @@ def test_every_test_of_a_gpu_is_of_a_piece() -> None:
 
 
 def test_every_benchmark_of_a_piece_is_there() -> None:
-    modules = [piece.words[1].split(".")[1] for piece in PIECES["benchmarks"]]
+    modules = [piece.words[1].split(".")[1] for name in ("benchmarks", "benchmarks_of_gpus") for piece in PIECES[name]]
     assert [name for name in modules if not (ROOT / "benchmarks" / f"{name}.py").is_file()] == []
