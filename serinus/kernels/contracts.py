@@ -126,8 +126,9 @@ class LayerDigest:
     """Positions of a page, or of as many pages as are due together."""
     canary_digest: Callable[..., Tensor] | None = None
     """What digests rows that were gathered; None: that of the column."""
-    kept: Kept = field(default_factory=dict, compare=False)
-    """A watch hands out the same digest in many passes: what is checked and made of it once."""
+    kept: Kept = field(default_factory=dict, compare=False, init=False)
+    """A watch hands out the same digest in many passes: what is checked and made of it once, addresses too. So one that
+    `dataclasses.replace` makes begins with none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,7 @@ class WrittenRows:
     sums_T2: Tensor
     """int64 [T, 2], digests of K and V of the step's tokens as `canary_digest` gives them, contiguous: zeros before the
     first layer, each adds its own."""
-    kept: Kept = field(default_factory=dict, compare=False)
+    kept: Kept = field(default_factory=dict, compare=False, init=False)
     """As that of `LayerDigest`."""
 
 

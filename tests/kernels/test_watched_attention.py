@@ -87,6 +87,18 @@ def test_a_digest_that_is_not_of_this_batch_is_refused(
         ref.watched_attention(*inputs, replace(digest_of(ref, coefficients[0]), **wrong))
 
 
+def test_a_digest_with_other_sums_writes_to_these(cpu: Kernels, inputs: tuple[Any, ...], coefficients: Tensor) -> None:
+    """What a kernel keeps of a digest are addresses of its tensors."""
+    before = digest_of(cpu, coefficients[0])
+    cpu.watched_attention(*inputs, before)
+    once = before.sums_P22E.clone()
+    after = replace(before, sums_P22E=torch.zeros_like(once))
+    cpu.watched_attention(*inputs, after)
+    assert torch.equal(before.sums_P22E, once)
+    assert torch.equal(after.sums_P22E, once)
+    assert once.any()
+
+
 def due_of(rng: random.Random, b: int, row: int, low: int, high: int, page: int, begin: int) -> tuple[list[int], int]:
     """A column of a plan whose entries begin there, and where they end."""
     stride = rng.choice((1, 1, 2, 3))
