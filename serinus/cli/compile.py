@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser, read_config
+from serinus.cli.parser import Command, add_settings, make_parser, need_model, read_config
 from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig
 from serinus.core.log import setup_logging
@@ -16,8 +16,7 @@ def run(command: Command, words: Sequence[str]) -> int:
     parser = make_parser(command)
     add_settings(parser, ServeConfig, positional_model=True)
     config, _ = read_config(ServeConfig, parser, words)
-    if not config.model.model_path:
-        raise UsageProblem("no model, expected a directory or a hub id")
+    need_model(command, config.model.model_path)
     setup_logging(config.server.log_level, "", config.server.log_format)
     from serinus.engine.compile_ahead import Compilers, few_layers
     from serinus.engine.compile_process import compile_share

@@ -80,6 +80,12 @@ class Command:
     """`module:function` that runs it: function(command, words) -> exit code."""
 
 
+def need_model(command: Command, model_path: str) -> None:
+    """Raises UsageProblem: no model is named."""
+    if not model_path:
+        raise UsageProblem(f"no model is named, expected a directory or a hub id: serinus {command.name} MODEL")
+
+
 def epilog(examples: Sequence[tuple[str, str]], *, settings: bool = True) -> str:
     """The examples at the end of a help text, and where else settings may come from."""
     lines = ["examples:"]

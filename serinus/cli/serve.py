@@ -17,7 +17,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser, read_config
+from serinus.cli.parser import Command, add_settings, make_parser, need_model, read_config
 from serinus.cli.processes import EngineProcess, obeyed
 from serinus.cli.router import drain_within
 from serinus.cli.shape import check_shape
@@ -56,8 +56,7 @@ def run(command: Command, words: Sequence[str]) -> int:
     child: int | None = arguments.child
     if child is not None:
         config = obeyed(ServeConfig)
-    if not config.model.model_path:
-        raise UsageProblem("no model is named, expected a directory or a hub id: serinus serve MODEL")
+    need_model(command, config.model.model_path)
     if config.parallel.nnodes == 1:  # else the first machine is told by the rank that cannot load it
         check_path(config.model.model_path)
     check_shape(config)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from serinus.cli.parser import Command, UsageProblem, add_settings, make_parser, read_config
+from serinus.cli.parser import Command, add_settings, make_parser, need_model, read_config
 from serinus.cli.processes import read_report, start_server, stop_server
 from serinus.cli.router import drain_within, router_settings
 from serinus.cli.shape import check_shape
@@ -124,8 +124,7 @@ def run(command: Command, words: Sequence[str]) -> int:
     config, arguments = read_config(UpConfig, parser, words)
     if arguments.parent is not None:
         end_with_parent(arguments.parent, signal.SIGTERM)
-    if not config.model.model_path:
-        raise UsageProblem("no model is named, expected a directory or a hub id: serinus up MODEL")
+    need_model(command, config.model.model_path)
     setup_logging(config.server.log_level, "up", config.server.log_format)
     if config.server.otlp_traces_endpoint:
         from serinus.front import check_endpoint

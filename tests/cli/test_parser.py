@@ -159,7 +159,10 @@ def test_the_model_may_stand_alone_or_behind_its_flag_but_not_be_two() -> None:
         ),
         (["serve"], "no model is named"),
         (["up"], "no model is named"),
-        (["compile"], "serinus compile: no model, expected a directory or a hub id\ntry `serinus compile --help`"),
+        (
+            ["compile"],
+            "no model is named, expected a directory or a hub id: serinus compile MODEL\ntry `serinus compile",
+        ),
         (["cache", "127.0.0.1:1"], "serinus cache: http://127.0.0.1:1 does not answer"),
         (["canary", "show", "127.0.0.1:1"], "serinus canary show: http://127.0.0.1:1 does not answer"),
         (["up", "m", "--disaggregation-mode", "prefill"], "unknown flag --disaggregation-mode"),
