@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -13,9 +14,11 @@ import numba
 import numpy as np
 import pytest
 
-from serinus.kernels.cpu.body import compile_body
+from serinus.kernels.cpu.body import INLINED, compile_body
 from serinus.kernels.cpu.scalar import FAST, at, carray, exp2, inlined
 from serinus.kernels.cpu.vector import largest
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_body_that_closes_over_a_compiled_function_is_refused() -> None:
@@ -63,6 +66,31 @@ def test_parts_are_written_out_at_every_call(tmp_path: Path, monkeypatch: pytest
     assert {name for name in others if not name.startswith("NRT_")} == set()
 
 
+def test_what_a_body_inlines_is_of_its_version() -> None:
+    """Machine code on the disk is found by a body's own file and by the version: a number that came from elsewhere
+    would stay as it was when the code was compiled. Of the inlined modules, `HOST` is used outside of kernels."""
+    host = {"Part", "LayerDigest", "collapse_to_huge_pages", "RowBlocks"}
+    inlined_modules = {module.__name__: Path(str(module.__file__)) for module in INLINED}
+    column = {f"serinus.kernels.cpu.{path.stem}": path for path in (ROOT / "serinus/kernels/cpu").glob("*.py")}
+    strays, bodies = [], 0
+    for name, path in (inlined_modules | column).items():
+        tree = ast.parse(path.read_text())
+        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+        origin = {alias.asname or alias.name: str(node.module) for node in imports for alias in node.names}
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        compiled = {ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "compile_body"}
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in compiled]
+        bodies += len(functions)
+        used = [tree] if path in inlined_modules.values() and name.startswith("serinus.kernels.cpu") else functions
+        names = {node.id for each in used for node in ast.walk(each) if isinstance(node, ast.Name)} - host
+        strays += [
+            f"{path.name}: {found} of {origin[found]}" for found in sorted(names & {*origin})
+            if origin[found].startswith("serinus") and origin[found] not in inlined_modules
+        ]  # fmt: skip
+    assert strays == []
+    assert bodies > 20
+
+
 @pytest.mark.proof
 def test_a_body_computes_the_same_whether_it_was_compiled_or_loaded(tmp_path: Path) -> None:
     """To the bit, in attention over a window, where what a row's shares add up to decides how its values are rounded:
@@ -80,10 +108,10 @@ for seed in (23, 41, 65, 83):
     print(seed, hashlib.sha256(attend(*inputs, **given).view(torch.uint8).numpy().tobytes()).hexdigest())
 """
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    command, root = [sys.executable, "-c", source], Path(__file__).parents[2]
+    command = [sys.executable, "-c", source]
     said, stored = [], []
     for _ in range(2):
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
         said.append(done.stdout.splitlines())
         stored.append(len(list(tmp_path.rglob("*.nbc"))))
     assert len(said[0]) == 4

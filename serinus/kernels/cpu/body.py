@@ -27,8 +27,11 @@ from numba import types
 from numba.core.ccallback import CFunc
 from numba.core.dispatcher import Dispatcher
 
+from serinus.core import stamps
 from serinus.core.errors import ConfigError
 from serinus.kernels import canary
+from serinus.kernels import fp8 as fp8_formats
+from serinus.kernels import quantized as quantized_formats
 from serinus.kernels.cpu import (
     blocks,
     digest,
@@ -43,12 +46,15 @@ from serinus.kernels.cpu import (
     watching,
 )
 from serinus.kernels.cpu.code_files import cache_of
+from serinus.kernels.ref import fused_moe
 
-_INLINED = (
+INLINED = (
     blocks, canary, digest, fp8, llvm, products, quantized, row_steps, scalar, selection, vector, watching,
+    fp8_formats, fused_moe, quantized_formats, stamps,
 )  # fmt: skip
-VERSION = zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in _INLINED))
-"""Digest of the sources that every body inlines. The cache on the disk watches only a body's own file, so each body
+"""Modules of which bodies inline functions, or numbers."""
+VERSION = zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in INLINED))
+"""Digest of the sources that bodies inline. The cache on the disk watches only a body's own file, so each body
 closes over this number: machine code from before an edit or an upgrade is then not found, instead of run."""
 
 _SIGNATURE = (types.voidptr,), types.void

@@ -33,7 +33,7 @@ def run_lay(arguments: Any) -> None:
 
 
 @cache
-def _lay_body(version: int) -> Body:
+def _lay_body(version: int, unit_fields: int = UNIT_FIELDS) -> Body:
     def lay(args: Any) -> None:
         if version < 0:
             return
@@ -63,7 +63,7 @@ def _lay_body(version: int) -> Body:
             a[11] += min(contexts[b], a[7])
         parts = min(kv_heads, threads if loads.max() * threads > uneven * a[11] else 1)
         a[10] = count * parts
-        units = carray(at(a[3]), (a[10], UNIT_FIELDS), np.int64)
+        units = carray(at(a[3]), (a[10], unit_fields), np.int64)
         u = 0
         for b in order:
             for i in range(parts):

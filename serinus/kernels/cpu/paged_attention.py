@@ -383,7 +383,7 @@ def _pick_body(size: int, group: int, dtype: torch.dtype, kind: int, capped: boo
 def _body(size: int, group: int, bf16: bool, kind: int, capped: bool, watched: bool, version: int) -> Body:
     item_bytes, head_bytes = 2 if bf16 else 4, size * bytes_of(kind)
     field_count = _WATCHED_FIELDS if watched else _FIELDS
-    head_lanes = head_bytes // 2
+    head_lanes, unit_fields = head_bytes // 2, UNIT_FIELDS
 
     def attend(args: Any) -> None:
         if version < 0:
@@ -394,7 +394,7 @@ def _body(size: int, group: int, bf16: bool, kind: int, capped: bool, watched: b
         sinks = a[field_count - 3]
         unit_count, heads, kv_heads, context_max = a[6], a[8], a[9], a[10]
         item = np.uint16 if bf16 else np.float32
-        units = carray(at(a[7]), (unit_count, UNIT_FIELDS), np.int64)
+        units = carray(at(a[7]), (unit_count, unit_fields), np.int64)
         row_bytes = kv_heads * head_bytes
         query = np.empty(heads * size, np.float32)
         total = np.empty(heads * size, np.float32)
