@@ -200,7 +200,7 @@ def watched_batch(seed: int, device: str) -> str:
         factors=ref.pack_factors(factors, heads) if not partial else _plain(factors), due_7B=due.to(device),
         sums_P22E=start.to(device), page_size=page,
     )  # fmt: skip
-    stood_in = replace(digest, sums_P22E=digest.sums_P22E.clone(), kept={})
+    stood_in = replace(digest, sums_P22E=digest.sums_P22E.clone())
     laid = (inputs[0], *page_first(rng, inputs[1:3], page), *inputs[3:])
     found = fast.watched_attention(*laid, digest, None, **given)
     wrong = far_apart("watched attention", found, ref.watched_attention(*inputs, stood_in, None, **given))
@@ -236,7 +236,7 @@ def latent_attention(seed: int, device: str) -> str:
         factors=_plain(factors), due_7B=due.to(device), page_size=page,
         sums_P22E=torch.full((1, 2, 2, entries), 7, dtype=torch.int32, device=device),
     )  # fmt: skip
-    stood_in = replace(digest, sums_P22E=digest.sums_P22E.clone(), kept={})
+    stood_in = replace(digest, sums_P22E=digest.sums_P22E.clone())
     (laid,) = page_first(rng, [pool], page)
     found = fast.latent_attention(q, laid, *inputs[2:], digest)
     wrong = far_apart(f"latent attention of {heads} heads", found, ref.latent_attention(*inputs, stood_in))
