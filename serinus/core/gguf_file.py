@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -129,11 +128,3 @@ def gguf_folder(file: Path) -> Path:
                 (folder / GGUF_LINK).symlink_to(file)
             return folder
     raise ConfigError(f"models: no folder for {file} can be kept in {', '.join(map(str, user_folders()))}")
-
-
-def write_once(file: Path, text: str) -> None:
-    """Write a file whole: of processes that do so at one time, each has written the same."""
-    handle, new = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-    with os.fdopen(handle, "w", encoding="utf-8") as opened:
-        opened.write(text)
-    os.replace(new, file)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from serinus.core.errors import ConfigError
-from serinus.core.gguf_file import GgufFile, gguf_folder, write_once
+from serinus.core.gguf_file import GgufFile, gguf_folder
+from serinus.core.whole_file import write_whole
 
 GGUF_ARCHITECTURES: Final[Mapping[str, str]] = {
     "gemma": "GemmaForCausalLM",
@@ -43,7 +44,7 @@ def unpacked(file: Path) -> str:
     """
     folder = gguf_folder(file)
     if not (folder / "config.json").is_file():
-        write_once(folder / "config.json", json.dumps(_config(GgufFile(file)), indent=2))
+        write_whole(folder / "config.json", json.dumps(_config(GgufFile(file)), indent=2).encode())
     return str(folder)
 
 

@@ -13,7 +13,8 @@ from typing import Any, Protocol, cast
 
 from serinus.core.clock import Clock, WallClock
 from serinus.core.errors import BadRequest, ConfigError
-from serinus.core.gguf_file import GGUF_LINK, GgufFile, gguf_folder, is_gguf, write_once
+from serinus.core.gguf_file import GGUF_LINK, GgufFile, gguf_folder, is_gguf
+from serinus.core.whole_file import write_whole
 from serinus.text.chat_template import ChatTemplate
 from serinus.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_of_char
 
@@ -277,8 +278,8 @@ def _unpack(folder: Path) -> None:
     described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < len(tokens)]
     if kind == "llama" and not file.architecture.startswith("gemma"):
         _mark_spaces(described, before=bool(file.get("tokenizer.ggml.add_space_prefix", True)))
-    write_once(folder / "tokenizer_config.json", json.dumps(config))
-    write_once(folder / "tokenizer.json", json.dumps(described))
+    write_whole(folder / "tokenizer_config.json", json.dumps(config).encode())
+    write_whole(folder / "tokenizer.json", json.dumps(described).encode())
 
 
 def _mark_spaces(described: dict[str, Any], *, before: bool) -> None:

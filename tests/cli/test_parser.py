@@ -161,7 +161,8 @@ def test_the_model_may_stand_alone_or_behind_its_flag_but_not_be_two() -> None:
         (["up"], "no model is named"),
         (
             ["compile"],
-            "no model is named, expected a directory or a hub id: serinus compile MODEL\ntry `serinus compile",
+            "serinus compile: no model is named, expected a directory or a hub id: serinus compile MODEL\n"
+            "try `serinus compile --help`",
         ),
         (["cache", "127.0.0.1:1"], "serinus cache: http://127.0.0.1:1 does not answer"),
         (["canary", "show", "127.0.0.1:1"], "serinus canary show: http://127.0.0.1:1 does not answer"),

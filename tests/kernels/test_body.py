@@ -68,7 +68,8 @@ def test_parts_are_written_out_at_every_call(tmp_path: Path, monkeypatch: pytest
 
 def test_what_a_body_inlines_is_of_its_version() -> None:
     """Machine code on the disk is found by a body's own file and by the version: a number that came from elsewhere
-    would stay as it was when the code was compiled. Of the inlined modules, `HOST` is used outside of kernels."""
+    would stay as it was when the code was compiled. Looked at are bodies, the parts beside them, and all of the
+    inlined modules of this column but what is of the `host`."""
     host = {"Part", "LayerDigest", "collapse_to_huge_pages", "RowBlocks"}
     inlined_modules = {module.__name__: Path(str(module.__file__)) for module in INLINED}
     column = {f"serinus.kernels.cpu.{path.stem}": path for path in (ROOT / "serinus/kernels/cpu").glob("*.py")}
@@ -79,9 +80,10 @@ def test_what_a_body_inlines_is_of_its_version() -> None:
         origin = {alias.asname or alias.name: str(node.module) for node in imports for alias in node.names}
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         compiled = {ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "compile_body"}
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in compiled]
-        bodies += len(functions)
-        used = [tree] if path in inlined_modules.values() and name.startswith("serinus.kernels.cpu") else functions
+        defined = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        bodies += sum(node.name in compiled for node in defined)
+        parts = [node for node in defined if "inlined" in "".join(map(ast.unparse, node.decorator_list))]
+        used = [tree] if name in column.keys() & inlined_modules else [n for n in defined if n.name in compiled] + parts
         names = {node.id for each in used for node in ast.walk(each) if isinstance(node, ast.Name)} - host
         strays += [
             f"{path.name}: {found} of {origin[found]}" for found in sorted(names & {*origin})

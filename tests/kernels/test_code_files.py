@@ -34,30 +34,30 @@ def said_by(body: Body) -> int:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Path]]:
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Path]]:
     """Bodies are stored in a folder of the test's; which files are there."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     return lambda: sorted(path for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_a_body_is_compiled_once_and_found_again(folder: Callable[[], list[Path]]) -> None:
+def test_a_body_is_compiled_once_and_found_again(stored: Callable[[], list[Path]]) -> None:
     assert body_that_says(7)._compiled.cache_hits == 0
     again = body_that_says(7)
-    assert (again._compiled.cache_hits, said_by(again), len(folder())) == (1, 7, 1)
+    assert (again._compiled.cache_hits, said_by(again), len(stored())) == (1, 7, 1)
 
 
-def test_bodies_of_other_numbers_have_files_of_their_own(folder: Callable[[], list[Path]]) -> None:
+def test_bodies_of_other_numbers_have_files_of_their_own(stored: Callable[[], list[Path]]) -> None:
     assert [said_by(body_that_says(number)) for number in (1, 2, 1, 2)] == [1, 2, 1, 2]
-    assert len(folder()) == 2
+    assert len(stored()) == 2
 
 
 def test_a_file_that_lies_under_the_name_of_another_body_is_not_run(
-    folder: Callable[[], list[Path]], caplog: pytest.LogCaptureFixture
+    stored: Callable[[], list[Path]], caplog: pytest.LogCaptureFixture
 ) -> None:
     body_that_says(1)
-    (one,) = folder()
+    (one,) = stored()
     body_that_says(2)
-    (other,) = {*folder()} - {one}
+    (other,) = {*stored()} - {one}
     other.write_bytes(one.read_bytes())
     assert said_by(body_that_says(2)) == 2
     assert "is of another kernel" in caplog.text
@@ -66,10 +66,10 @@ def test_a_file_that_lies_under_the_name_of_another_body_is_not_run(
 
 @pytest.mark.parametrize("damage", [lambda code: code[:-1], lambda code: b"", lambda code: code[:999] + b"?" * 9])
 def test_a_damaged_file_is_compiled_anew(
-    folder: Callable[[], list[Path]], caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
+    stored: Callable[[], list[Path]], caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
 ) -> None:
     body_that_says(3)
-    (file,) = folder()
+    (file,) = stored()
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
     assert said_by(body_that_says(3)) == 3
@@ -78,7 +78,7 @@ def test_a_damaged_file_is_compiled_anew(
 
 
 def test_where_code_can_not_be_stored_it_is_compiled_and_runs(
-    folder: Callable[[], list[Path]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    stored: Callable[[], list[Path]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_space(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -86,7 +86,7 @@ def test_where_code_can_not_be_stored_it_is_compiled_and_runs(
     monkeypatch.setattr(os, "replace", no_space)
     assert said_by(body_that_says(4)) == 4
     assert "could not be stored, each process compiles it: [Errno 28] No space left on device" in caplog.text
-    assert folder() == []
+    assert stored() == []
 
 
 def test_what_was_made_of_a_former_source_goes(tmp_path: Path) -> None:
@@ -112,7 +112,8 @@ def test_processes_that_compile_at_the_same_time_leave_each_body_its_own_code(tm
 
     def start(begin: int, end: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", source, str(begin), str(end)]
-        return subprocess.Popen(command, cwd=Path(__file__).parents[2], env=environment, text=True, stdout=-1)
+        root = Path(__file__).parents[2]
+        return subprocess.Popen(command, cwd=root, env=environment, text=True, stdout=subprocess.PIPE)
 
     for numbers in ((0, 60), (60, 120)), ((0, 120),):
         started = [start(*each) for each in numbers]

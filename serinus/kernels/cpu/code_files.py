@@ -10,9 +10,6 @@ between the two writes, or where the second one fails. Here a file is whole or n
 from __future__ import annotations
 
 import hashlib
-import logging
-import os
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,13 +17,16 @@ from typing import Any
 import numba
 from numba.core import caching, serialize
 
+from serinus.core.log import get_logger
+from serinus.core.whole_file import write_whole
+
 # What these are is not declared by every release of numba.
 FunctionCache: Any = caching.FunctionCache
 dumps: Any = serialize.dumps
 loads: Any = serialize.loads
 _DIGEST_BYTES = 32
 _NAME_DIGITS = 24
-_log = logging.getLogger(__name__)
+_log = get_logger("kernels")
 
 
 class CodeFiles:
@@ -59,13 +59,8 @@ class CodeFiles:
         this process goes on with what it has compiled."""
         content = dumps((self._source, repr(key), data))
         path, own = self._path(key), self._prefix()
-        unfinished = self._folder / f"{uuid.uuid4().hex}.unfinished"
         try:
-            try:
-                unfinished.write_bytes(hashlib.sha256(content).digest() + content)
-                os.replace(unfinished, path)
-            finally:
-                unfinished.unlink(missing_ok=True)
+            write_whole(path, hashlib.sha256(content).digest() + content)
             name, _, line = self._base.rpartition("-")
             for other in self._folder.glob(f"{name}-*{line[line.find('.') :]}.*"):
                 if not other.name.startswith(own):

@@ -33,7 +33,9 @@ def run_lay(arguments: Any) -> None:
 
 
 @cache
-def _lay_body(version: int, unit_fields: int = UNIT_FIELDS) -> Body:
+def _lay_body(version: int) -> Body:
+    unit_fields = UNIT_FIELDS
+
     def lay(args: Any) -> None:
         if version < 0:
             return

@@ -63,8 +63,8 @@ def inlined(*, fastmath: set[str]) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: a part of kernels, in each of them at every call. Divisions do not look for zero, which would keep
     LLVM from making vectors.
 
-    A part that were called instead would be a weak symbol of each body: the process that compiles a body would run the
-    part's own machine code, one that loads the body that inside it, and their sums would differ in the last bit.
+    What is called instead is a weak symbol of each body: the process that compiles a body runs the part's own machine
+    code, one that loads the body runs what was optimised with it, and their sums differ in the last bit.
     """
     return lambda function: numba.njit(fastmath=fastmath, error_model="numpy", forceinline=True)(function)
 
