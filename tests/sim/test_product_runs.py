@@ -44,6 +44,7 @@ REASONS: dict[str, str] = {
     "core/lazy.py": "names that are imported late",
     "core/log.py": "log lines are off",
     "core/version.py": "start of a process",
+    "core/whole_file.py": "files of machine code and of checkpoints",
     "engine/first_steps.py": "start of a process",
     "engine/interrupt.py": "Ctrl-C in the offline loop",
     "engine/compile_ahead.py": "start of a process on a GPU",
@@ -153,12 +154,16 @@ def worlds() -> Iterator[Scenario]:
 
 
 def modules_that_run() -> set[str]:
-    """Files of which a function was called while some worlds ran."""
+    """Files of which a function was called while some worlds ran. What kernels call counts as a part of them: they are
+    imported, compiled and stored by the first process that needs them, or were before."""
     seen: set[str] = set()
+    kernels = f"{ROOT}/kernels/"
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code.co_flags & inspect.CO_NEWLOCALS:
-            seen.add(frame.f_code.co_filename)
+            caller = frame.f_back
+            if caller is None or not caller.f_code.co_filename.startswith(kernels):
+                seen.add(frame.f_code.co_filename)
 
     before = sys.gettrace()
     sys.settrace(note)  # told of calls alone, where a profiler is told of returns too, and of what is written in C
