@@ -73,7 +73,7 @@ def test_a_request_overrides_them(tuned: RunningFront, path: str, body: dict[str
 
 def test_a_length_that_was_not_asked_for_is_cut_to_the_context(tuned: RunningFront) -> None:
     ids = [1] * 250
-    answer = tuned.post("/generate", {"input_ids": ids}).json()
+    answer = tuned.post("/generate", {"input_ids": ids, "sampling_params": {"ignore_eos": True}}).json()
     assert len(answer["output_ids"]) == 6
     refused = tuned.post("/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": 20}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_new_tokens")
