@@ -61,8 +61,8 @@ class CodeFiles:
         path, own = self._path(key), self._prefix()
         try:
             write_whole(path, hashlib.sha256(content).digest() + content)
-            name, _, line = self._base.rpartition("-")
-            for other in self._folder.glob(f"{name}-*{line[line.find('.') :]}.*"):
+            name, _, line_and_python = self._base.rpartition("-")
+            for other in self._folder.glob(f"{name}-*.{line_and_python.partition('.')[2]}.*"):
                 if not other.name.startswith(own):
                     other.unlink(missing_ok=True)
         except OSError as error:
