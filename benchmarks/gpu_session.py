@@ -20,6 +20,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from serinus.cli.up import gpu_env
 from serinus.core.clock import WallClock
 from serinus.core.cores import threads_env
 
@@ -40,9 +41,8 @@ BENCHMARKS = {
     "engine": "gpu_engine --batch 1 16 256 --canary none", "kernels": "gpu_kernels", "models": "gpu_models",
     "canary_step": "canary_gpu_step", "load": "gpu_load",
 }  # fmt: skip
-_SLICES = "gpu_engine --batch 64 --canary rotating:16 --tp-size"
-BENCHMARKS_OF_GPUS = {"0,1": f"{_SLICES} 2", "0": f"{_SLICES} 1", "1": f"{_SLICES} 1"}
-"""By the cards that are seen. Cards of one kind differ by 2 % and slices go with the slower one."""
+BENCHMARKS_OF_GPUS = {"slices": (0, 1), "first": (0,), "second": (1,)}
+"""The GPUs of an engine, by piece. Those of one kind differ by 2 %, and slices go with the slower one."""
 _GRACE_S = 5.0
 _LIMITS_S = {"tests": 480.0, "tests_of_gpus": 480.0, "benchmarks": 150.0, "benchmarks_of_gpus": 150.0}
 
@@ -53,8 +53,8 @@ class Piece:
 
     name: str
     words: tuple[str, ...]
-    cards: str = ""
-    """CUDA_VISIBLE_DEVICES; empty = as it is."""
+    gpus: tuple[int, ...] = ()
+    """Those that it sees; empty = all."""
 
 
 def _tests(name: str, paths: str, marks: str) -> Piece:
@@ -62,8 +62,8 @@ def _tests(name: str, paths: str, marks: str) -> Piece:
     return Piece(name=name, words=(*words, marks, *(f"tests/{path}" for path in paths.split())))
 
 
-def _benchmark(name: str, words: str, cards: str = "") -> Piece:
-    return Piece(name=name, words=("-m", *f"benchmarks.{words}".split()), cards=cards)
+def _benchmark(name: str, words: str, gpus: tuple[int, ...] = ()) -> Piece:
+    return Piece(name=name, words=("-m", *f"benchmarks.{words}".split()), gpus=gpus)
 
 
 PIECES = {
@@ -71,7 +71,8 @@ PIECES = {
     "tests_of_gpus": [_tests(name, paths, "gpus") for name, paths in TESTS.items()],
     "benchmarks": [_benchmark(name, words) for name, words in BENCHMARKS.items()],
     "benchmarks_of_gpus": [
-        _benchmark(f"cards {cards}", words, cards) for cards, words in BENCHMARKS_OF_GPUS.items()
+        _benchmark(name, f"gpu_engine --batch 64 --canary rotating:16 --tp-size {len(gpus)}", gpus)
+        for name, gpus in BENCHMARKS_OF_GPUS.items()
     ],
 }  # fmt: skip
 
@@ -88,9 +89,7 @@ def run_pieces(pieces: list[Piece], out: Path, *, limit_s: float, total_s: float
 
 def _run(piece: Piece, out: Path, limit_s: float) -> str:
     file, begun = out / f"{piece.name.replace('/', '_')}.txt", CLOCK.now()
-    env = threads_env(1) if "pytest" in piece.words else dict(os.environ)
-    if piece.cards:
-        env["CUDA_VISIBLE_DEVICES"] = piece.cards
+    env = gpu_env(piece.gpus, threads_env(1) if "pytest" in piece.words else os.environ)
     with file.open("w") as log:
         child = subprocess.Popen(
             [sys.executable, "-u", *piece.words], stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=env,

@@ -12,7 +12,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.proof  # the limit is what a slow machine needs to print a line
-def test_a_piece_that_does_not_end_is_ended_and_what_it_said_counts(tmp_path: Path) -> None:
+def test_a_piece_that_does_not_end_is_ended_and_what_it_said_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     stuck = "import time; print('{\"benchmark\": 1}'); time.sleep(600)"
     pieces = [
         Piece(name="stuck", words=("-c", stuck)),
@@ -20,7 +23,7 @@ def test_a_piece_that_does_not_end_is_ended_and_what_it_said_counts(tmp_path: Pa
         Piece(
             name="whole",
             words=("-c", "import os; print('{\"benchmark\": \"' + os.environ['CUDA_VISIBLE_DEVICES'] + '\"}')"),
-            cards="1",
+            gpus=(1,),
         ),
     ]
     stuck_line, *others = run_pieces(pieces, tmp_path, limit_s=8, total_s=300)
