@@ -85,6 +85,8 @@ class Decoder:
         self._gate: Gate = "gelu" if spec.gelu else "silu"
         self._has_parts = self.shard.tp > 1
         """Whether what blocks say is a part of what the stage says, which its ranks add up."""
+        self._is_even = not spec.intermediate_size % self.shard.tp
+        """Whether the weights of all ranks of the stage have the same shapes."""
         total = self._comm.all_reduce if self._has_parts else None
         wanted = self.spec.head_count, spec.norm_eps, self._scale, spec.attention_softcap, self._gate, total
         make = kernels.decode_layers
@@ -271,11 +273,15 @@ class Decoder:
         one. None: it has joined the stream."""
         if norm_E is None and not self._has_parts:
             return self._kernels.add_linear(x_TX, packed, residual_TE)
-        return self._whole(self._kernels.linear(x_TX, packed), norm_E)
+        peers = self._comm.peers
+        x_TE = peers.linear(x_TX, packed) if peers is not None and self._is_even else None
+        return self._whole(self._kernels.linear(x_TX, packed), norm_E) if x_TE is None else self._normed(x_TE, norm_E)
 
     def _whole(self, part_TE: torch.Tensor, norm_E: torch.Tensor | None) -> torch.Tensor:
         """What all ranks of the stage say together, behind a norm where there is one."""
-        x_TE = self._comm.all_reduce(part_TE)
+        return self._normed(self._comm.all_reduce(part_TE), norm_E)
+
+    def _normed(self, x_TE: torch.Tensor, norm_E: torch.Tensor | None) -> torch.Tensor:
         return x_TE if norm_E is None else self._kernels.rms_norm(x_TE, norm_E, self.spec.norm_eps)
 
     def _project(

@@ -51,6 +51,8 @@ class Comm(Protocol):
 
     mesh: Mesh
     rank: int
+    peers: StagePeers | None
+    """What does some of the calls in another way."""
 
     @property
     def waited_s(self) -> float:
@@ -97,6 +99,10 @@ class Comm(Protocol):
 class StagePeers(Protocol):
     """Calls as those of Comm, of some tensors; which, is the same on all ranks. kernels.triton.peer_exchange has it."""
 
+    def linear(self, x_TI: Tensor, packed: Any) -> Tensor | None:
+        """The products of all ranks' x and weights (kernels.PackedLinear), added up; None: there is no such kernel for
+        this shape, which is the same on all ranks."""
+
     def all_reduce(self, x: Tensor) -> bool:
         """Whether x was added up."""
 
@@ -116,6 +122,7 @@ class SoloComm:
     def __init__(self) -> None:
         self.mesh = Mesh()
         self.rank = 0
+        self.peers: StagePeers | None = None
         self.waited_s = 0.0
         self.can_abandon = True
 

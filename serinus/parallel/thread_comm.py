@@ -16,6 +16,7 @@ from torch import Tensor
 
 from serinus.core.clock import WallClock
 from serinus.core.errors import PeerGone, StepAbandoned
+from serinus.parallel.comm import StagePeers
 from serinus.parallel.mesh import Mesh
 
 _T = TypeVar("_T")
@@ -103,6 +104,7 @@ class ThreadComm:
         self.mesh = mesh
         self.rank = rank
         self.waited_s = 0.0
+        self.peers: StagePeers | None = None
         self._clock = WallClock()
         self._index = mesh.tp_rank(rank)
         self._stage, self._all = tables

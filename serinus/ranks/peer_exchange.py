@@ -55,7 +55,7 @@ def _why_not(config: ServeConfig, kernels: Kernels) -> str:
 
 def _shared(device: str) -> tuple[torch.Tensor | None, SharedAllocation | None, str]:
     """Memory of this rank, as it is shared; or why it cannot be."""
-    from serinus.kernels.triton.peer_exchange import exchange_memory
+    from serinus.kernels.triton.peer_words import exchange_memory
 
     memory = exchange_memory(device)
     torch.cuda.synchronize()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from serinus.parallel import Mesh
+from serinus.parallel.comm import StagePeers
 
 
 class RankTensors:
@@ -45,6 +46,7 @@ class SimComm:
         self.mesh = tensors.mesh
         self.rank = rank
         self.waited_s = 0.0
+        self.peers: StagePeers | None = None
         self._tensors = tensors
 
     can_abandon = False

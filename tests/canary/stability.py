@@ -11,6 +11,7 @@ it did; exit code 1 with the story and the seed that failed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from serinus.selftest import CANARY_SHAPES, SIDES, CanaryPDFixture, make_canary_
 from serinus.testing.oracle import toy_continue
 
 CASES = [("full", Part.FULL), ("swa", Part.SWA), ("both", Part.FULL), ("both", Part.SWA)]
+POLICIES = ("write_through", "write_back")
 STORIES = ("real_kv_post_forward", "transfer_bytes", "real_kv_used")
 
 
@@ -47,48 +49,48 @@ def soak(toys: dict[str, Path], minutes: float, device: str) -> int:
     """Clean traffic with aborts, eviction, write-back, load-back and handoffs; violations found. `device`: of the
     engines."""
     until = time.monotonic() + 60 * minutes
-    rounds = slots = loaded = evicted = requests = aborts = alarms = 0
-    while time.monotonic() < until:
-        for shape in CANARY_SHAPES:
-            for policy in ("write_through", "write_back"):
-                small = {
-                    "enable_hierarchical_cache": True, "hicache_ratio": 8.0, "hicache_write_policy": policy,
-                    "max_total_tokens": 120, "max_running_requests": 4,
-                }  # fmt: skip
-                pair = CanaryPDFixture(
-                    toys[shape], seed=rounds, kv_canary_sweep_interval=3, prefill_settings=small, decode_settings=small,
-                    kv_canary_coverage="full" if rounds % 2 else "rotating:4", device=device,
-                )  # fmt: skip
-                shared = [pair.random_prompt(33) for _ in range(4)]
-                for turn in range(20):
-                    rids = [pair.send([*shared[turn % 4], *pair.random_prompt(3)], new_tokens=30) for _ in range(3)]
-                    rids += pair.send_parallel_short_requests(2, distinct_prompts=turn % 2 == 0, new_tokens=6)
-                    for _ in range(3 + turn * 3 % 40):
-                        pair.turn()
-                    for rid in rids[turn % 2 :: 2]:
-                        if pair.finish(rid) is None:
-                            pair.pair.abort(rid)
-                            aborts += 1
-                    pair.run()
-                    for again in shared:
-                        rids.append(pair.send(again, new_tokens=2))
-                        pair.run()
-                    for rid in rids:
-                        answer = pair.tokens(rid)
-                        assert answer == toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 30)[: len(answer)]
-                    requests += len(rids)
-                alarms += sum(pair.canary(side).violation_count for side in SIDES)
-                pair.assert_no_violation()
-                slots += sum(pair.canary(side).checked_slots() for side in SIDES)
-                stats = pair.built("decode").cache.stats()
-                loaded, evicted = loaded + stats.loaded_tokens, evicted + stats.evicted_pages
-                pair.close()
-        rounds += 1
+    slots = loaded = evicted = requests = aborts = alarms = 0
+    for pairs, (shape, policy) in enumerate(itertools.cycle(itertools.product(CANARY_SHAPES, POLICIES)), 1):
+        small = {
+            "enable_hierarchical_cache": True, "hicache_ratio": 8.0, "hicache_write_policy": policy,
+            "max_total_tokens": 120, "max_running_requests": 4,
+        }  # fmt: skip
+        seed = (pairs - 1) // (len(CANARY_SHAPES) * len(POLICIES))
+        pair = CanaryPDFixture(
+            toys[shape], seed=seed, kv_canary_sweep_interval=3, prefill_settings=small, decode_settings=small,
+            kv_canary_coverage="full" if seed % 2 else "rotating:4", device=device,
+        )  # fmt: skip
+        shared = [pair.random_prompt(33) for _ in range(4)]
+        for turn in range(20):
+            rids = [pair.send([*shared[turn % 4], *pair.random_prompt(3)], new_tokens=30) for _ in range(3)]
+            rids += pair.send_parallel_short_requests(2, distinct_prompts=turn % 2 == 0, new_tokens=6)
+            for _ in range(3 + turn * 3 % 40):
+                pair.turn()
+            for rid in rids[turn % 2 :: 2]:
+                if pair.finish(rid) is None:
+                    pair.pair.abort(rid)
+                    aborts += 1
+            pair.run()
+            for again in shared:
+                rids.append(pair.send(again, new_tokens=2))
+                pair.run()
+            for rid in rids:
+                answer = pair.tokens(rid)
+                assert answer == toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 30)[: len(answer)]
+            requests += len(rids)
+        alarms += sum(pair.canary(side).violation_count for side in SIDES)
+        pair.assert_no_violation()
+        slots += sum(pair.canary(side).checked_slots() for side in SIDES)
+        stats = pair.built("decode").cache.stats()
+        loaded, evicted = loaded + stats.loaded_tokens, evicted + stats.evicted_pages
+        pair.close()
         print(
-            f"soak: {rounds} rounds, {requests} requests, {aborts} aborted, {slots} slots checked, {evicted} pages "
-            f"evicted and {loaded} tokens loaded back in decode, {alarms} false alarms",
+            f"soak: {pairs} pairs of engines, {requests} requests, {aborts} aborted, {slots} slots checked, {evicted} "
+            f"pages evicted and {loaded} tokens loaded back in decode, {alarms} false alarms",
             flush=True,
         )
+        if time.monotonic() >= until:
+            break
     return alarms
 
 

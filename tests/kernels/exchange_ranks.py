@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 
+from serinus.kernels.ref.linear import pack_linear
 from serinus.pd.backends.cuda_driver import CudaDriver
 from serinus.ranks import peer_exchange
 
 __all__ = ["exchanged"]
 
 _SHAPES = ((2,), (100,), (2048,), (3, 4096), (1, 2), (2, 100), (3, 2500))
+_PRODUCTS = ((1, 512, 64), (5, 256, 192), (16, 512, 128), (33, 128, 96), (64, 192, 160))
+"""Rows, inputs and outputs of linears: with the inner dimension cut, and by tiles that wait for nothing else."""
 
 
 def exchanged(devices: Sequence[str], seed: int, calls: int, timeout_s: float) -> list[str]:
@@ -41,7 +45,7 @@ def exchanged(devices: Sequence[str], seed: int, calls: int, timeout_s: float) -
 def _memories(index: int, device: torch.device, inboxes: Sequence[Any]) -> tuple[list[torch.Tensor], list[int]]:
     """What is to be kept, this rank's memory first, and where that of each rank lies for this one. Memory of a GPU is
     opened as by an engine's ranks."""
-    from serinus.kernels.triton.peer_exchange import exchange_memory
+    from serinus.kernels.triton.peer_words import exchange_memory
 
     memory = exchange_memory(str(device))
     shared: Any = memory.share_memory_()
@@ -59,6 +63,23 @@ def _memories(index: int, device: torch.device, inboxes: Sequence[Any]) -> tuple
     return [memory, *kept], [each.data_ptr() for each in kept]
 
 
+def _linear(
+    exchange: Any, shape: Sequence[int], index: int, ranks: int, generator: torch.Generator, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """A product of small whole numbers, and what it is: that of each rank rounds to 16 bits, and so does the sum."""
+    rows, inner, outs = shape
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16  # it cuts bf16 off
+    total, found = torch.zeros(rows, outs), None
+    for rank in range(ranks):
+        x, weight = (torch.randint(-3, 4, size, generator=generator).float() for size in ((rows, inner), (outs, inner)))
+        bias = torch.randint(-200, 200, (outs,), generator=generator).float() if rank == 0 else None
+        total += F.linear(x, weight, bias).to(dtype).float()
+        if rank == index:
+            on_device = bias if bias is None else bias.to(device, dtype)
+            found = exchange.linear(x.to(device, dtype), pack_linear(weight.to(device, dtype), on_device))
+    return found, total.to(dtype)
+
+
 def _run(index: int, name: str, inboxes: Sequence[Any], all_come: Any, seed: int, calls: int, said: Any) -> None:
     """One rank. All draw the same calls; what each computes between them, and so when it comes, is its own."""
     device, own = torch.device(name), random.Random(f"{seed} {index}")
@@ -74,7 +95,7 @@ def _run(index: int, name: str, inboxes: Sequence[Any], all_come: Any, seed: int
     exchange = PeerExchange(kept_memory[0], addresses, index, 60.0)
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     kept: list[tuple[str, torch.Tensor | None, torch.Tensor]] = []
-    whats = ("sum", "gather", "broadcast", "broadcast")
+    whats = ("sum", "linear", "gather", "broadcast", "broadcast")
     for number in range(calls):
         what, shape = rng.choice(whats), rng.choice(_SHAPES)
         parts = [torch.randn(shape, generator=generator) for _ in inboxes]
@@ -88,6 +109,9 @@ def _run(index: int, name: str, inboxes: Sequence[Any], all_come: Any, seed: int
         elif what == "broadcast":
             assert exchange.broadcast(x)
             expected = parts[0]
+        elif what == "linear":
+            shape = rng.choice(_PRODUCTS)
+            found, expected = _linear(exchange, shape, index, len(inboxes), generator, device)
         else:
             found, expected = exchange.gather_last(x), torch.cat(parts, -1)
         kept.append((f"call {number} of rank {index}, a {what} of {shape}", found, expected))

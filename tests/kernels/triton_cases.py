@@ -34,7 +34,8 @@ from .triton_attention_cases import (
     watched_batch,
 )
 from .triton_columns import columns, dtype_of, page_first
-from .triton_host_cases import choose_tokens, hashed_pages, pages, peer_exchange, pull_pages, top_tokens
+from .triton_exchange_cases import peer_exchange
+from .triton_host_cases import choose_tokens, hashed_pages, pages, pull_pages, top_tokens
 from .triton_layer_cases import (
     experts,
     gates,
@@ -47,7 +48,7 @@ from .triton_layer_cases import (
     rounded_rows,
     rows_of_linears,
 )
-from .triton_shapes import NoProducts, call_all, call_pulls, call_quantized
+from .triton_shapes import NoProducts, call_all, call_exchange, call_pulls, call_quantized
 from .triton_watch_cases import canary_watch, watched_pass
 
 COMPILED = 2
@@ -169,7 +170,13 @@ def run_cases(argument: str, *variables: str) -> str:
 
 
 if __name__ == "__main__":
-    compiled = {"compile": call_cases, "shapes": call_all, "pull": call_pulls, "ampere": call_quantized}
+    compiled = {
+        "compile": call_cases,
+        "shapes": call_all,
+        "pull": call_pulls,
+        "exchange": call_exchange,
+        "ampere": call_quantized,
+    }
     if sys.argv[1] in compiled:
         pretend_gpu(80 if sys.argv[1] == "ampere" else 90)
         with NoProducts():  # what is computed means nothing

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from serinus.kernels.triton.pull_pages import PagePull
 
 from .triton_columns import columns, far_apart
 
-__all__ = ["choose_tokens", "hashed_pages", "pages", "peer_exchange", "pull_pages", "pulled", "top_tokens"]
+__all__ = ["choose_tokens", "hashed_pages", "pages", "pull_pages", "pulled", "top_tokens"]
 
 
 def made_logits(rng: random.Random, device: str, rows: int, vocab: int) -> torch.Tensor:
@@ -204,86 +203,3 @@ def pulled(
         job = torch.tensor(words, device=device)
         pull.launch(job, count)
     return job[: count * pull.sums].view(count, pull.sums)
-
-
-def peer_exchange(seed: int, device: str) -> str:
-    """Sums, gathers and broadcasts of two or three ranks, of which one runs: what the others write into its memory is
-    there before. Each call in the turn that is its own; tensors of several sizes and dtypes, some with words of all
-    bits."""
-    from serinus.kernels.triton import peer_exchange as module
-
-    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    ranks = rng.choice((2, 2, 3))
-    index = rng.randrange(ranks)
-    others = {*range(ranks)} - {index}
-    shared = [module.exchange_memory(device) for _ in range(ranks)]
-    exchange = module.PeerExchange(shared[index], [memory.data_ptr() for memory in shared], index, 10.0)
-    turns, wrong, size = [0] * 8, "", module._REGION
-
-    def region(turn: int, block: int, source: int, owner: int) -> torch.Tensor:
-        at = block * (ranks - 1) + (source - 1 if source > owner else source)
-        return shared[owner].view(module._TURNS, -1, size)[turn, at].view(torch.int32)
-
-    def sent(part: torch.Tensor) -> list[torch.Tensor]:
-        """The words of each program."""
-        words = part.flatten().view(torch.int32).clone()
-        words[words == module._NOTHING] = module._NAN
-        return list(words.split(size // 4))
-
-    for _ in range(6):
-        what = rng.choice(("sum", "sum", "gather", "broadcast"))
-        dtype = rng.choice((torch.float32, torch.float16, *[torch.bfloat16] * (device != "cpu")))  # it cuts bf16 off
-        shape = (2, rng.choice((2, 100, 5000))) if what == "gather" else (rng.choice((2, 100, 2048, 6144, 5000)),)
-        parts = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(ranks)]
-        if rng.random() < 0.3:
-            parts[rng.randrange(ranks)].view(-1).view(torch.int32)[0] = module._NOTHING
-        if what == "broadcast":
-            words = [list((part.view(torch.int16).int() & 0xFFFF).split(size // 4)) for part in parts]
-        else:
-            words = [[each for row in part.view(-1, shape[-1]) for each in sent(row)] for part in parts]
-        live = list(enumerate(turns[: len(words[0])]))
-        nothing = [torch.zeros(module._TOLD, dtype=torch.int32, device=device)] * len(live)
-        told = {  # what one rank gets from another: words that mean nothing where it needs none of them
-            (source, rank): words[source] if what == "sum" or (rank if what == "gather" else source) == 0 else nothing
-            for source in range(ranks)
-            for rank in range(ranks)
-        }
-        for block, turn in live:
-            for rank in others:
-                place = region(turn, block, rank, index)
-                wrong += "" if bool((place == module._NOTHING).all()) else f" turn {turn} of {block} was not emptied"
-                said = told[rank, index][block]
-                place.zero_()[: len(said)] = said
-        expected, found = parts[0], parts[index].clone()
-        if what == "sum":
-            expected = sum((part.float() for part in parts), torch.zeros(shape, device=device)).to(dtype)
-            wrong += "" if exchange.all_reduce(found) else f" no sum of {shape}"
-        elif what == "broadcast":
-            wrong += "" if exchange.broadcast(found) else f" no broadcast of {shape}"
-            expected, found = expected.view(torch.int16), found.view(torch.int16)
-        elif exchange.gathers(found):
-            expected, gathered = torch.cat(parts, -1), exchange.gather_last(found)
-            wrong += "" if (gathered is None) == (index > 0) else " gathered by another rank"
-            found = expected if gathered is None else gathered
-        wrong += "" if torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0)) else f" {what} of {shape} {dtype}"
-        for block, turn in live:
-            for rank in others:
-                place, said = region(turn, block, index, rank), told[index, rank][block]
-                wrong += "" if torch.equal(place[: len(said)], said) else f" {rank} was told other words of {block}"
-                place.fill_(module._NOTHING)  # as that rank does
-            turns[block] = (turn + 1) % module._TURNS
-    return wrong + _taken_wrongly(exchange, module, device)
-
-
-def _taken_wrongly(exchange: Any, module: Any, device: str) -> str:
-    """What an exchange should leave to NCCL, and does not."""
-    far = torch.zeros(module._SUM_MAX * module._REGION // 4 + 1, device=device)
-    odd = torch.zeros(5, dtype=torch.half, device=device)
-    wrong = [
-        f" a sum of {len(x)} {x.dtype}"
-        for x in (far, odd, torch.zeros(4, dtype=torch.int64, device=device))
-        if exchange.all_reduce(x)
-    ]
-    bytes_X, many_X = (torch.zeros(n, dtype=t, device=device) for n, t in ((8, torch.int8), (3 << 21, torch.int64)))
-    wrong += [f" a broadcast of {x.nbytes} bytes" for x in (bytes_X, many_X) if exchange.broadcast(x)]
-    return "".join(wrong) + (" rows of 10 bytes" if exchange.gathers(odd) else "")

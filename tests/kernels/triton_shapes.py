@@ -26,6 +26,9 @@ from serinus.kernels import (
     find_chunks,
     load,
 )
+from serinus.kernels.triton.linear import pack_linear
+from serinus.kernels.triton.peer_exchange import PeerExchange
+from serinus.kernels.triton.peer_words import exchange_memory
 from serinus.kernels.triton.quantized import round_rows, round_spans
 
 from .triton_host_cases import pulled
@@ -180,6 +183,7 @@ def call_all() -> None:
     attend(ops, 8192, 1, 32, 8, 128)
     attend(ops, 4096, 2, 16, 8, 256, window=4096, softcap=50.0)
     call_pulls()
+    call_exchange()
     for kv in FP8_FORMATS:
         for sequences in (16, 64):
             attend(ops, sequences, sequences, 32, 8, 128, kv)
@@ -193,6 +197,18 @@ def call_all() -> None:
         store(ops, kv)
     rows = [RowSampling(seed=1, position=1, temperature=0.7, top_k=50, top_p=0.9)] * 4
     ops.choose_tokens(torch.zeros((4, 151_936), dtype=torch.bfloat16), rows)
+
+
+def call_exchange() -> None:
+    """Output and down of Qwen3-8B by two ranks, which end with a sum, and what else these exchange."""
+    memory = exchange_memory("cpu")
+    exchange = PeerExchange(memory, [memory.data_ptr()] * 2, 0, 1.0)
+    for rows in (1, 16, 64):
+        for inner in (2048, 6144):
+            assert exchange.linear(blank(rows, inner), pack_linear(blank(4096, inner), None)) is not None
+        exchange.all_reduce(blank(rows, 4096))
+        exchange.gather_last(blank(rows, 75_968))
+        exchange.broadcast(blank(rows, 4096))
 
 
 def call_pulls() -> None:

@@ -12,6 +12,7 @@ import torch
 from serinus.core.sampling import SamplingParams
 from serinus.engine import LLM
 from serinus.kernels import load
+from serinus.kernels.triton.peer_exchange import PeerExchange
 from serinus.models import load_model, load_spec
 from serinus.models.small_checkpoints import FAMILIES, make_checkpoint
 from serinus.testing.direct import DirectEngine
@@ -196,6 +197,46 @@ def test_two_ranks_give_the_tokens_of_one_gpu(family: str, tmp_path: Path) -> No
             ]
     alone = answers.pop((1, 1, None))
     assert [shape for shape, found in answers.items() if found != alone] == []
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+def test_sums_of_ranks_have_the_same_bits_by_nccl_and_as_the_end_of_a_linear(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few rows and of more, with a bias and behind a norm, queued kernel by kernel and recorded."""
+    sizes = {"hidden": 256, "intermediate": 1024, "heads": 8, "kv_heads": 2, "head_size": 128}
+    biased = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    make_checkpoint(tmp_path, family, dtype="bfloat16", tokenizer=False, **sizes, **biased)  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+    added, linear = [], PeerExchange.linear
+
+    def counted(*given: Any) -> torch.Tensor | None:
+        out = linear(*given)
+        added.append(out is not None)
+        return out
+
+    monkeypatch.setattr(PeerExchange, "linear", counted)
+    for graphs in (None, 40):
+        answers: list[list[tuple[list[int], list[float]]]] = []
+        for disabled in ("1", "0"):
+            monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
+            added.clear()
+            with LLM(
+                str(tmp_path), device="cuda", dtype="bfloat16", max_total_tokens=8192, skip_tokenizer_init=True,
+                tp_size=2, cuda_graph_max_bs=graphs, disable_cuda_graph=not graphs, kv_canary="raise",
+                kv_canary_real_data="all",
+            ) as llm:  # fmt: skip
+                found = [
+                    out.outputs[0]
+                    for count in (3, 40)
+                    for out in llm.generate(
+                        [{"prompt_token_ids": random_ids(seed, 30)} for seed in range(count)], params, use_tqdm=False
+                    )
+                ]
+            answers.append([(each.token_ids, [told.logprob for told in each.logprobs or []]) for each in found])
+            assert any(added) is (disabled == "0")
+        assert answers[0] == answers[1]
 
 
 @pytest.mark.gpus(2)

@@ -27,6 +27,7 @@ from serinus.kernels.quantized import QuantizedWeight
 from serinus.kernels.ref.linear import pack_linear as pack_plain
 from serinus.kernels.triton.dependent import dependent, wait_for_earlier
 from serinus.kernels.triton.gates import GATES, gated
+from serinus.kernels.triton.peer_words import WORDS, PeerMemory, add_words
 from serinus.kernels.triton.quantized import multiply_quantized, pack_quantized
 from serinus.kernels.triton.tickets import TICKETS, Tickets
 
@@ -108,6 +109,13 @@ def _whole(rows: int, out_size: int, in_size: int, factors: int = 1) -> WeightCu
     return WeightCut(outputs=outputs, inner=inner, stages=_AHEAD_BYTES // stage, swapped=swapped, bulk=True)
 
 
+def cut_for(x_TI: Tensor, packed: PackedLinear, *, is_gated: bool) -> WeightCut | None:
+    """How this weight is cut for these rows; None = it is not multiplied by the kernel of few rows."""
+    if packed.rows is not None or packed.blocked or not packed.weight.is_contiguous():
+        return None
+    return cut_of(x_TI.numel() // packed.in_size, packed.out_size, packed.in_size, x_TI.dtype, is_gated=is_gated)
+
+
 def pack_linear(weight: Tensor | QuantizedWeight, bias_O: Tensor | None) -> PackedLinear:
     """A plain weight as it is, a quantized one as its kernel reads it. Raises ValueError: shapes disagree, or groups
     are too small."""
@@ -130,8 +138,8 @@ class Linear:
         """As the reference. Cost: one read of the weight, of x and one write of the output; no host wait."""
         if packed.rows is not None:
             return multiply_quantized(x_TI, packed, packed.rows, self._tickets.on(x_TI.device))
-        cut = cut_of(x_TI.numel() // packed.in_size, packed.out_size, packed.in_size, x_TI.dtype, is_gated=False)
-        if cut is None or packed.blocked or not packed.weight.is_contiguous():
+        cut = cut_for(x_TI, packed, is_gated=False)
+        if cut is None:
             return _plain(x_TI, packed)
         rows_TI = x_TI.reshape(-1, packed.in_size)
         out_TO = multiply_rows(rows_TI, packed, cut, None, self._tickets.on(x_TI.device))
@@ -139,10 +147,8 @@ class Linear:
 
     def gated(self, x_TI: Tensor, packed: PackedLinear, gate: Gate) -> Tensor | None:
         """The same and the activation in one kernel, [T, O / 2]; None where there is none for this shape."""
-        cut = cut_of(len(x_TI), packed.out_size, packed.in_size, x_TI.dtype, is_gated=True)
-        if cut is None or packed.blocked or not packed.weight.is_contiguous():
-            return None
-        return multiply_rows(x_TI, packed, cut, gate, self._tickets.on(x_TI.device))
+        cut = cut_for(x_TI, packed, is_gated=True)
+        return None if cut is None else multiply_rows(x_TI, packed, cut, gate, self._tickets.on(x_TI.device))
 
     def joined(self, x_TI: Tensor, packed: PackedLinear, residual_TO: Tensor) -> bool:
         """Add the product to the stream by cuBLAS, which reads it there; False: nothing is done, as there are few rows
@@ -160,8 +166,12 @@ def _plain(x_TI: Tensor, packed: PackedLinear) -> Tensor:
     return F.linear(x_TI, packed.weight, packed.bias_O)
 
 
-def multiply_rows(x_TI: Tensor, packed: PackedLinear, cut: WeightCut, gate: Gate | None, tickets: Tensor) -> Tensor:
-    """The product of at most 64 rows, cut so: [T, O], or [T, O / 2] with a gate. The sizes must be whole multiples."""
+def multiply_rows(
+    x_TI: Tensor, packed: PackedLinear, cut: WeightCut, gate: Gate | None, tickets: Tensor,
+    peers: PeerMemory | None = None,
+) -> Tensor:  # fmt: skip
+    """The product of at most 64 rows, cut so: [T, O], or [T, O / 2] with a gate; with peers the sum of those of all
+    ranks, in 16 bits. The sizes must be whole multiples."""
     x_TI = x_TI.contiguous()
     rows, inner = x_TI.shape
     out_size = packed.out_size // (1 if gate is None else 2)
@@ -171,14 +181,17 @@ def multiply_rows(x_TI: Tensor, packed: PackedLinear, cut: WeightCut, gate: Gate
     partial = out_TO
     if cut.parts > 1:
         partial = torch.empty((cut.parts, rows, out_size), dtype=torch.float32, device=x_TI.device)
+    assert peers is None or block * cut.outputs <= 2 * WORDS, f"kernels: a sum of {rows} rows by {cut}"
+    told = (tickets, tickets, 0) if peers is None else peers.told
     left, right = x_TI, packed.weight
     if cut.bulk:
         left = TensorDescriptor(x_TI, [rows, inner], [inner, 1], [block, cut.inner])
         right = TensorDescriptor(right, [packed.out_size, inner], [inner, 1], [cut.outputs, cut.inner])
     _rows[(out_size // cut.outputs, cut.parts)](
-        left, right, x_TI if packed.bias_O is None else packed.bias_O, out_TO, partial, tickets, rows, out_size,
+        left, right, x_TI if packed.bias_O is None else packed.bias_O, out_TO, partial, tickets, rows, out_size, *told,
         INNER=inner, ROWS=block, OUTPUTS=cut.outputs, BLOCK=cut.inner, PARTS=cut.parts, GATE=GATES[gate],
-        HAS_BIAS=packed.bias_O is not None, SWAPPED=cut.swapped, BULK=cut.bulk, num_warps=cut.warps,
+        HAS_BIAS=packed.bias_O is not None, SWAPPED=cut.swapped, BULK=cut.bulk,
+        INDEX=0 if peers is None else peers.index, RANKS=1 if peers is None else peers.ranks, num_warps=cut.warps,
         num_stages=min(cut.stages, _shared_bytes() // stage), **dependent(x_TI.device),
     )  # fmt: skip
     return out_TO
@@ -195,16 +208,19 @@ def _shared_bytes() -> int:
 _jit: Any = triton.jit
 
 
-@_jit(do_not_specialize=["rows"])
+@_jit(do_not_specialize=["rows", "looks_max"])
 def _rows(
-    x, weight, bias, out, partial, tickets, rows, outs,
+    x, weight, bias, out, partial, tickets, rows, outs, addresses, turns, looks_max,
     INNER: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SWAPPED: tl.constexpr, BULK: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SWAPPED: tl.constexpr, BULK: tl.constexpr,
+    INDEX: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
     o, t, i = tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS), tl.arange(0, BLOCK)
     EACH: tl.constexpr = INNER // PARTS
     wait_for_earlier(DEPENDENT)
+    if RANKS > 1:
+        own, turn = tl.load(addresses + INDEX), tl.load(turns + tile)
     if SWAPPED:
         total = tl.zeros((OUTPUTS, ROWS), tl.float32)
         upper = tl.zeros((OUTPUTS, ROWS), tl.float32)
@@ -254,4 +270,15 @@ def _rows(
             if HAS_BIAS:
                 upper += tl.load(bias + outs + o_).to(tl.float32)
             total = gated(total.to(dtype).to(tl.float32), upper.to(dtype).to(tl.float32), GATE)
-        tl.store(out + t_ * outs + o_, total.to(dtype), mask=inside)
+        if RANKS > 1:
+            COUNT: tl.constexpr = ROWS * OUTPUTS // 2
+            part_TO = tl.trans(total) if SWAPPED else total
+            pairs = tl.reshape(part_TO.to(dtype).to(tl.int16, bitcast=True), (COUNT, 2))
+            low, high = tl.split(pairs)
+            words = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+            words = add_words(words, own, turn, tile, addresses, turns, looks_max, dtype, INDEX, RANKS, COUNT)
+            w = tl.arange(0, COUNT)
+            row, pair = w // (OUTPUTS // 2), tile * (OUTPUTS // 2) + w % (OUTPUTS // 2)
+            tl.store(out.to(tl.pointer_type(tl.int32)) + row * (outs // 2) + pair, words, mask=row < rows)
+        else:
+            tl.store(out + t_ * outs + o_, total.to(dtype), mask=inside)
