@@ -6,7 +6,6 @@ The only place where all rooms below meet.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -137,35 +136,35 @@ def build_engine(
     does not come up. Cost: dominated by reading and packing the weights.
     """
     mesh = mesh_of(config)
+    parts: RankParts | None = None
     if mesh.size == 1:
         parts = build_rank(config, mesh, 0, SoloComm(), clock, before_pool=before_pool)
         backends = backends or data_backends(config, 0, parts.device)
-        line = LeaderLine(make_body(parts, clock, backends), mesh, clock)
+        line = LeaderLine(make_body(parts, clock, backends), mesh, clock, ends=(parts.runner.close,))
         first_steps(parts, line, clock)
         record_steps(parts, counted) if recorded else rehearse_steps(parts)
         return lead(parts, line, clock, handoffs_of, backends=backends)
     starter = RankProcesses(config, clock) if starter is None else starter
-    with ExitStack() as undo:
-        try:
-            parts = build_rank(config, mesh, 0, starter.join(), clock)
-            undo.callback(parts.close)
-            record_steps(parts, counted)
-            backends = backends or data_backends(config, 0, parts.device)
-            line = LeaderLine(
-                make_body(parts, clock, backends), mesh, clock, starter.links,
-                whole=parts.canary is not None, dismiss=starter.dismiss, ends=(starter.close,),
-            )  # fmt: skip
-            first_steps(parts, line, clock)
-            built = lead(parts, line, clock, handoffs_of, starter=starter, backends=backends)
-        except PeerGone as error:
-            reason = starter.explained(error)
-            starter.fail(reason)
-            raise reason from error
-        except BaseException as error:
-            starter.fail(error)
+    try:
+        parts = build_rank(config, mesh, 0, starter.join(), clock)
+        record_steps(parts, counted)
+        backends = backends or data_backends(config, 0, parts.device)
+        line = LeaderLine(
+            make_body(parts, clock, backends), mesh, clock, starter.links,
+            whole=parts.canary is not None, dismiss=starter.dismiss, ends=(parts.runner.close, starter.close),
+        )  # fmt: skip
+        first_steps(parts, line, clock)
+        return lead(parts, line, clock, handoffs_of, starter=starter, backends=backends)
+    except BaseException as error:
+        reason = starter.explained(error) if isinstance(error, PeerGone) else error
+        if parts is not None:
+            parts.runner.close()  # first: NCCL waits for what is recorded
+        starter.fail(reason)
+        if parts is not None:
+            parts.close()
+        if reason is error:
             raise
-        undo.pop_all()
-    return built
+        raise reason from error
 
 
 def lead(

@@ -38,6 +38,7 @@ class StepGraphs:
         self._is_cuda = device != "cpu"
         self._pool: Any = torch.cuda.graph_pool_handle() if self._is_cuda else None
         self._recorded: dict[int, Compute] = {}
+        self._graphs: list[Any] = []
 
     def size_of(self, count: int) -> int | None:
         """The size on which a step of so many sequences is replayed; None = it is larger than all."""
@@ -62,11 +63,19 @@ class StepGraphs:
             return out
 
         self._recorded[size] = replay
+        self._graphs.append(graph)
 
     def replay(self, size: int, batch: ForwardBatch) -> torch.Tensor:
         """Queue the step; what it returned when it was recorded, with new values."""
         self.replays += 1
         return self._recorded[size](batch)
+
+    def close(self) -> None:
+        """Forget what is recorded; nothing is replayed any more. NCCL ends a communicator once no graph names it."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+        self._recorded.clear()
 
 
 @contextmanager

@@ -99,9 +99,12 @@ class Runner:
         a warm-up."""
 
     def close(self) -> None:
-        """End the thread that makes masks."""
+        """End the thread that makes masks, and forget recorded steps: before the communicator that they name is closed.
+        No step is run any more. May be called again."""
         if self._grammars is not None:
             self._grammars.close()
+        if self.graphs is not None:
+            self.graphs.close()
 
     def run(self, plan: StepPlan) -> StepResult | None:
         """Write the table, compute the KV of all tokens of the plan, choose the tokens it asks for.

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
+from typing import Any, cast
 
 import pytest
+import torch
 
 from serinus.core.errors import ConfigError
 from serinus.core.plan import StepPlan, StepResult
 from serinus.core.rng import Rng
+from serinus.engine import build
+from serinus.engine.built import Built
 from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_toy
+from serinus.parallel.thread_comm import ThreadComm
+from serinus.ranks import make
 from serinus.ranks.body import StepRunner
+from serinus.ranks.build import RankParts
+from serinus.runner.graphs import StepGraphs
 from serinus.testing.oracle import toy_continue
 from tests.ranks.crew import crew
 
@@ -50,6 +59,40 @@ def test_ranks_together_answer_what_one_rank_answers(toy: Path, tp: int, pp: int
         alone.add("sampled", [5, 6, 7], 9, temperature=0.8, top_p=0.9)
         alone.run()
         assert sampled == alone.tokens("sampled")
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "does_not_come_up"])
+def test_ranks_forget_recorded_steps_before_their_connections_close(
+    toy: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL ends no communicator that a recorded step names: an engine would never end."""
+    recorded: dict[int, StepGraphs] = {}
+    closed: list[tuple[int, tuple[int, ...]]] = []
+    record, close = build.record_steps, ThreadComm.close
+
+    def recording(parts: RankParts, counted: Any) -> None:
+        record(parts, counted)
+        recorded[parts.comm.rank] = parts.runner.graphs = StepGraphs("cpu", sizes=())
+        parts.runner.graphs.record(1, lambda _: torch.zeros(1), cast(Any, None))
+
+    def closing(comm: ThreadComm) -> None:
+        closed.append((comm.rank, tuple(recorded[comm.rank]._recorded)))
+        close(comm)
+
+    def failing(*_: Any, **__: Any) -> Built:
+        raise ConfigError("no engine")
+
+    for module in (build, make):
+        monkeypatch.setattr(module, "record_steps", recording)
+    monkeypatch.setattr(ThreadComm, "close", closing)
+    if fails:
+        monkeypatch.setattr(build, "lead", failing)
+    with pytest.raises(ConfigError, match="no engine") if fails else nullcontext(), crew(toy, tp_size=2) as engine:
+        assert [graphs._recorded.keys() for graphs in recorded.values()] == [{1}, {1}]
+        engine.add("asked", [1, 2, 3], 2)
+        engine.run()
+    assert {rank for rank, _ in closed} == {0, 1}
+    assert not any(still for rank, still in closed if rank == 0 or not fails)
 
 
 @pytest.mark.slow

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
 from serinus.kernels import load
-from serinus.models import Model
+from serinus.models import ForwardBatch, Model
 from serinus.runner.graphs import StepGraphs, batch_sizes
 from serinus.runner.inbox import Inbox
 from tests.runner.replaying import converse, small_model
@@ -34,6 +36,17 @@ def test_sizes_end_with_the_largest_batch() -> None:
 def test_a_step_takes_the_smallest_size_that_holds_it() -> None:
     graphs = StepGraphs("cpu", batch_sizes(24))
     assert [graphs.size_of(count) for count in (1, 3, 12, 13, 24, 25)] == [1, 4, 12, 16, 24, None]
+
+
+def test_a_recorded_step_holds_nothing_once_it_is_forgotten() -> None:
+    graphs, weight = StepGraphs("cpu", (1,)), torch.ones(1)
+    graphs.record(1, weight.mul, cast(ForwardBatch, None))
+    known = weakref.ref(weight)
+    del weight
+    assert known() is not None
+    graphs.close()
+    graphs.close()
+    assert known() is None
 
 
 def test_arrays_of_the_same_sizes_are_the_same_tensors_as_in_the_step_before() -> None:
