@@ -5,7 +5,8 @@
     python benchmarks/table.py --write README.md     put the table of the kept results between the markers of a file
 
 A benchmark is a script of this folder whose last line of JSON names itself (`"benchmark": ...`); its line is kept in
-benchmarks/results/. Every row stands beside its ceiling, its peer or its goal, measured in the same run.
+benchmarks/results/. Every row stands beside its ceiling, its peer or its goal, measured in the same run. Those of GPUs
+are of other machines: `gpu_results.py` keeps them.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ def _where(result: dict[str, Any]) -> str:
     on, commit = result.get("machine", "an unknown machine"), result.get("commit", "unknown")
     if isinstance(on, dict):  # a few benchmarks say less
         on = f"{on['cores']} cores of {on['cpu']}, torch {on['torch']}, Python {on['python']}"
+    if "gpu" in result:
+        on = f"{result['gpu']}, {on}"
     return f"{on}; commit {commit}"
 
 

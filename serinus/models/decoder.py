@@ -274,7 +274,7 @@ class Decoder:
         if norm_E is None and not self._has_parts:
             return self._kernels.add_linear(x_TX, packed, residual_TE)
         peers = self._comm.peers
-        x_TE = peers.linear(x_TX, packed) if peers is not None and self._is_even else None
+        x_TE = peers.linear_all_reduce(x_TX, packed) if peers is not None and self._is_even else None
         return self._whole(self._kernels.linear(x_TX, packed), norm_E) if x_TE is None else self._normed(x_TE, norm_E)
 
     def _whole(self, part_TE: torch.Tensor, norm_E: torch.Tensor | None) -> torch.Tensor:

@@ -99,7 +99,7 @@ class Comm(Protocol):
 class StagePeers(Protocol):
     """Calls as those of Comm, of some tensors; which, is the same on all ranks. kernels.triton.peer_exchange has it."""
 
-    def linear(self, x_TI: Tensor, packed: Any) -> Tensor | None:
+    def linear_all_reduce(self, x_TI: Tensor, packed: Any) -> Tensor | None:
         """The products of all ranks' x and weights (kernels.PackedLinear), added up; None: there is no such kernel for
         this shape, which is the same on all ranks."""
 

@@ -76,7 +76,7 @@ def _linear(
         total += F.linear(x, weight, bias).to(dtype).float()
         if rank == index:
             on_device = bias if bias is None else bias.to(device, dtype)
-            found = exchange.linear(x.to(device, dtype), pack_linear(weight.to(device, dtype), on_device))
+            found = exchange.linear_all_reduce(x.to(device, dtype), pack_linear(weight.to(device, dtype), on_device))
     return found, total.to(dtype)
 
 

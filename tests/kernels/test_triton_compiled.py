@@ -31,12 +31,12 @@ def test_products_with_quantized_weights_compile_for_gpus_before_hopper(tmp_path
 
 
 RESOURCES_MAX = {
-    "_add": (48, 0), "_beside": (160, 0), "_best": (64, 0), "_chunk": (255, 264), "_contiguous": (200, 0), "_decode": (255, 280),
-    "_draw": (160, 0), "_e2m1_experts": (148, 0), "_experts": (200, 0), "_gather": (64, 16), "_latent": (255, 256),
-    "_latent_join": (64, 0), "_latent_store": (64, 0), "_norm": (64, 0), "_pick": (32, 0), "_pull": (64, 0),
-    "_quantized": (255, 0),
-    "_quantized_experts": (244, 0), "_rope_store": (64, 0), "_round": (40, 0), "_round_spans": (40, 0),
-    "_rows": (160, 0), "_sort": (96, 0), "_tell": (40, 0), "_threshold": (112, 0), "_widen": (40, 0),
+    "_add": (48, 0), "_beside": (160, 0), "_best": (64, 0), "_chunk": (255, 264), "_contiguous": (200, 0),
+    "_decode": (255, 280), "_draw": (160, 0), "_e2m1_experts": (148, 0), "_experts": (200, 0), "_gather": (64, 16),
+    "_latent": (255, 256), "_latent_join": (64, 0), "_latent_store": (64, 0), "_norm": (64, 0), "_pick": (32, 0),
+    "_pull": (64, 0), "_quantized": (255, 0), "_quantized_experts": (244, 0), "_rope_store": (64, 0),
+    "_round": (40, 0), "_round_spans": (40, 0), "_rows": (160, 0), "_sort": (96, 0), "_tell": (40, 0),
+    "_threshold": (112, 0), "_widen": (40, 0),
 }  # fmt: skip
 """Registers of a thread and bytes spilled, by kernel. With more warps what spills is slower."""
 SPILLING = 10

@@ -72,7 +72,7 @@ class _Draw:
         x, weight = (factor.to(self.device, dtype) for factor in factors[self.index])
         packed = pack_linear(weight, None)
         name = f"product of {rows}, {inner}, {outs}"
-        return _Call(name, words, lambda *_: True, lambda: self.exchange.linear(x, packed), _total(parts))
+        return _Call(name, words, lambda *_: True, lambda: self.exchange.linear_all_reduce(x, packed), _total(parts))
 
     def _whole(self, *shape: int) -> Tensor:
         return torch.randint(-3, 4, shape, generator=self._generator).float()

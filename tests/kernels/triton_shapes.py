@@ -205,7 +205,7 @@ def call_exchange() -> None:
     exchange = PeerExchange(memory, [memory.data_ptr()] * 2, 0, 1.0)
     for rows in (1, 16, 64):
         for inner in (2048, 6144):
-            assert exchange.linear(blank(rows, inner), pack_linear(blank(4096, inner), None)) is not None
+            assert exchange.linear_all_reduce(blank(rows, inner), pack_linear(blank(4096, inner), None)) is not None
         exchange.all_reduce(blank(rows, 4096))
         exchange.gather_last(blank(rows, 75_968))
         exchange.broadcast(blank(rows, 4096))

@@ -209,14 +209,14 @@ def test_sums_of_ranks_have_the_same_bits_by_nccl_and_as_the_end_of_a_linear(
     biased = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     make_checkpoint(tmp_path, family, dtype="bfloat16", tokenizer=False, **sizes, **biased)  # type: ignore[arg-type]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
-    added, linear = [], PeerExchange.linear
+    added, linear = [], PeerExchange.linear_all_reduce
 
     def counted(*given: Any) -> torch.Tensor | None:
         out = linear(*given)
         added.append(out is not None)
         return out
 
-    monkeypatch.setattr(PeerExchange, "linear", counted)
+    monkeypatch.setattr(PeerExchange, "linear_all_reduce", counted)
     for graphs in (None, 40):
         answers: list[list[tuple[list[int], list[float]]]] = []
         for disabled in ("1", "0"):

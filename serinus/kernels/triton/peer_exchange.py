@@ -1,5 +1,5 @@
 """Sums over the ranks of a stage, also as the end of a linear, and what one of them gathers or tells the others: one
-kernel a rank, whose programs exchange words (`peer_words.py`)."""
+kernel on each rank. Its programs exchange words (`peer_words.py`)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PeerExchange:
         self._peers = PeerMemory.of(memory, addresses, index, wait_s)
         self._tickets = Tickets().on(memory.device)
 
-    def linear(self, x_TI: Tensor, packed: PackedLinear) -> Tensor | None:
+    def linear_all_reduce(self, x_TI: Tensor, packed: PackedLinear) -> Tensor | None:
         """The products of all ranks added up by the kernel that makes them, [T, O], bit for bit as by `linear` and
         `all_reduce`; None: nothing is done, as there is no such kernel for the shape. The ranks' weights have the same
         shape. Queued on the current stream. Cost: that of `linear`; its output is written to each other rank too."""

@@ -55,7 +55,7 @@ class PeerMemory:
     turns: Tensor
     """Of each program its turn, int32."""
     index: int
-    """Of this rank."""
+    """Of this rank among those of the stage."""
     looks: int
     """For another rank's part at most; then the device fails."""
 
@@ -100,6 +100,7 @@ def region(memory, turn, program, source: tl.constexpr, owner: tl.constexpr, RAN
 
 @_jit
 def sendable(words):
+    """The words as they are sent: none of them is `NOTHING`."""
     return tl.where(words == _NOTHING, _NAN, words)
 
 
