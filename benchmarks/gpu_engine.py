@@ -1,8 +1,9 @@
 """The engine on a GPU, through `LLM`: a model's shape with dummy weights, bf16. Decode of 1, 16, 64 and 256 requests
 and prefill of 64 x 1,024 tokens, without the canary, under rotating:16 and in full; one JSON line each.
 
-A decode step is the mean of those from the 16th to the 80th token of one run on prompts that are cached. Floor of a
-step: its weights and KV at the read rate of the card; ceiling of prefill: its products at the rate of a large one.
+A decode step is the mean of those from the 16th to the 80th token of a run on prompts that are cached, the better of
+two. Floor of a step: its weights and KV at the read rate of the card; ceiling of prefill: its products at the rate of a
+large one.
 
     python -m benchmarks.gpu_engine [--model qwen3-8b] [--canary none rotating:16 full] [--batch 1 16 64 256] [--eager]
         [--wait] [--tp-size 2] [--pp-size 2] [--quantization fp8]

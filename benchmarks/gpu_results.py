@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_session import BENCHMARKS_OF_GPUS
+
 __all__ = ["gathered"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -22,22 +24,27 @@ _MODEL = "qwen3-8b"
 
 
 def gathered(folder: Path) -> dict[str, dict[str, Any]]:
-    """The results of a session's folder, by the name they are kept under. A format string has no place for a key with a
-    colon, or of digits alone."""
+    """The results of a session's folder, by the name they are kept under. Raises ValueError: a piece of two GPUs has
+    said nothing of its decode, as one that was ended at its limit. A format string has no place for a key with a colon,
+    or of digits alone."""
     found: dict[str, dict[str, Any]] = {}
     for piece, line in _lines(folder):
-        is_of_two = line.get("tp") == 2 or piece in ("first", "second")
-        name = "gpus" if is_of_two else "gpu"
+        where, figures = _place(line)
+        if not where:
+            continue
+        name = "gpus" if piece in BENCHMARKS_OF_GPUS else "gpu"
         kept = found.setdefault(name, {"benchmark": name})
         kept |= {each: line[each] for each in _SHARED if each in line}
-        where, figures = _place(line)
-        if is_of_two:
+        if name == "gpus":
             kept.setdefault(piece, {})[where[0]] = figures
-        elif where:
+        else:
             kept.setdefault(where[0], {}).setdefault(where[1], {})[where[2]] = figures
     if (two := found.get("gpus")) is not None:
-        alone = min(two[piece]["decode"]["step_ms"] for piece in ("first", "second"))
-        two["gain"] = alone / two["slices"]["decode"]["step_ms"]
+        silent = [piece for piece in BENCHMARKS_OF_GPUS if "decode" not in two.get(piece, {})]
+        if silent:
+            raise ValueError(f"benchmarks: {folder} has no decode step of {', '.join(silent)}, expected one of each")
+        slices, *alone = (two[piece]["decode"]["step_ms"] for piece in BENCHMARKS_OF_GPUS)
+        two["gain"] = min(alone) / slices
     return found
 
 
@@ -69,8 +76,11 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path)
     for folder in parser.parse_args().folders:
         for name, result in gathered(folder).items():
-            (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            print(f"{folder}: kept as {RESULTS / name}.json")
+            file = RESULTS / f"{name}.json"
+            before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+            file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            gone = sorted(before.keys() - result.keys())
+            print(f"{folder}: kept as {file}" + (f", without {', '.join(gone)} of before" if gone else ""))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from serinus.cli.up import gpu_env
 from serinus.core.clock import WallClock
 from serinus.core.cores import threads_env
 
-__all__ = ["PIECES", "Piece", "run_pieces"]
+__all__ = ["BENCHMARKS_OF_GPUS", "PIECES", "Piece", "run_pieces"]
 
 CLOCK = WallClock()
 TESTS = {

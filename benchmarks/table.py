@@ -5,8 +5,8 @@
     python benchmarks/table.py --write README.md     put the table of the kept results between the markers of a file
 
 A benchmark is a script of this folder whose last line of JSON names itself (`"benchmark": ...`); its line is kept in
-benchmarks/results/. Every row stands beside its ceiling, its peer or its goal, measured in the same run. Those of GPUs
-are of other machines: `gpu_results.py` keeps them.
+benchmarks/results/. Every row stands beside its ceiling, its peer or its goal, measured in the same run. What GPUs gave
+is kept by `gpu_results.py`; what stands beside it of an H100 is of docs/GPU.md.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     missed = sum("**missed**" in row for row in rows)
     return "\n".join(
         [
-            "| what | here | beside it, same run | goal | reached | on |",
+            "| what | here | beside it, same run but for an H100 | goal | reached | on |",
             "|---|---|---|---|---|---|",
             *rows,
             "",
@@ -119,7 +119,7 @@ def main() -> int:
     if arguments.run is not None:
         for name, file in scripts().items():
             # Unnamed, those for a GPU stay away: most machines have none.
-            if name not in arguments.run and (arguments.run or "_gpu" in name):
+            if name not in arguments.run and (arguments.run or "gpu" in name):
                 continue
             print(f"... {name}", file=sys.stderr, flush=True)
             try:

@@ -6,6 +6,7 @@ The only place where all rooms below meet.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -157,11 +158,12 @@ def build_engine(
         return lead(parts, line, clock, handoffs_of, starter=starter, backends=backends)
     except BaseException as error:
         reason = starter.explained(error) if isinstance(error, PeerGone) else error
-        if parts is not None:
-            parts.runner.close()  # first: NCCL waits for what is recorded
-        starter.fail(reason)
-        if parts is not None:
-            parts.close()
+        with ExitStack() as undo:
+            if parts is not None:
+                undo.callback(parts.close)
+            undo.callback(starter.fail, reason)
+            if parts is not None:
+                parts.runner.close()  # first: NCCL waits for what is recorded
         if reason is error:
             raise
         raise reason from error

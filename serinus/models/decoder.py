@@ -85,8 +85,10 @@ class Decoder:
         self._gate: Gate = "gelu" if spec.gelu else "silu"
         self._has_parts = self.shard.tp > 1
         """Whether what blocks say is a part of what the stage says, which its ranks add up."""
-        self._is_even = not spec.intermediate_size % self.shard.tp
-        """Whether the weights of all ranks of the stage have the same shapes."""
+        self._is_alike = spec.quantization is None and not spec.intermediate_size % self.shard.tp
+        """Whether all ranks of the stage hold their parts of a weight in the same shape and form, so that a kernel that
+        one has for it all of them have. Of a quantized one a rank may hold its part dequantized, if it begins within a
+        group."""
         total = self._comm.all_reduce if self._has_parts else None
         wanted = self.spec.head_count, spec.norm_eps, self._scale, spec.attention_softcap, self._gate, total
         make = kernels.decode_layers
@@ -274,7 +276,7 @@ class Decoder:
         if norm_E is None and not self._has_parts:
             return self._kernels.add_linear(x_TX, packed, residual_TE)
         peers = self._comm.peers
-        x_TE = peers.linear_all_reduce(x_TX, packed) if peers is not None and self._is_even else None
+        x_TE = peers.linear_all_reduce(x_TX, packed) if peers is not None and self._is_alike else None
         return self._whole(self._kernels.linear(x_TX, packed), norm_E) if x_TE is None else self._normed(x_TE, norm_E)
 
     def _whole(self, part_TE: torch.Tensor, norm_E: torch.Tensor | None) -> torch.Tensor:

@@ -52,7 +52,7 @@ class Comm(Protocol):
     mesh: Mesh
     rank: int
     peers: StagePeers | None
-    """What does some of the calls in another way."""
+    """What exchanges small tensors through memory that the ranks of a stage share; None = there is no such memory."""
 
     @property
     def waited_s(self) -> float:
@@ -97,7 +97,8 @@ class Comm(Protocol):
 
 
 class StagePeers(Protocol):
-    """Calls as those of Comm, of some tensors; which, is the same on all ranks. kernels.triton.peer_exchange has it."""
+    """Exchanges of some tensors, as Comm has them, and sums of products; of which, is the same on all ranks.
+    kernels.triton.peer_exchange has it."""
 
     def linear_all_reduce(self, x_TI: Tensor, packed: Any) -> Tensor | None:
         """The products of all ranks' x and weights (kernels.PackedLinear), added up; None: there is no such kernel for

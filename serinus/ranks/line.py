@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -349,11 +350,12 @@ class LeaderLine:
         if self._links is not None:
             self.headers += 1
             self._send(self._pending)
-        for end in self._ends:
-            end()
-        if self._links is not None:
-            self._links.close(None if self.sound else 0.0)
-        self.body.close()
+        with ExitStack() as ends:  # all of them, from the last one on, whatever one of them raises
+            ends.callback(self.body.close)
+            if self._links is not None:
+                ends.callback(lambda links: links.close(None if self.sound else 0.0), self._links)
+            for end in reversed(self._ends):
+                ends.callback(end)
 
     def _check(self) -> None:
         if not self.sound:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 from serinus.canary import CANARY_COMMANDS
 from serinus.core.clock import Clock
@@ -49,6 +49,10 @@ def make_rank_loop(config: ServeConfig, *, rank: int, comm: Comm, link: LeaderLi
 
     Raises ConfigError, PeerGone: see build_rank.
     """
-    parts = build_rank(config, comm.mesh, rank, comm, clock)
-    record_steps(parts, lambda title, total: nullcontext(lambda: None))
-    return RankLoop(make_body(parts, clock, data_backends(config, rank, parts.device)), link, ends=(parts.close,))
+    with ExitStack() as undo:
+        parts = build_rank(config, comm.mesh, rank, comm, clock)
+        undo.callback(parts.close)
+        record_steps(parts, lambda title, total: nullcontext(lambda: None))
+        body = make_body(parts, clock, data_backends(config, rank, parts.device))
+        undo.pop_all()
+    return RankLoop(body, link, ends=(parts.close,))

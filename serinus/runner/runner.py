@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -169,12 +170,14 @@ class Runner:
         self.graphs = None
         shape, dtype = self._model.activation(graphs.sizes[-1])
         self._inflow = torch.zeros(shape, dtype=dtype, device=self._device) if self._takes else None
-        with torch.inference_mode():
+        with ExitStack() as undo, torch.inference_mode():
+            undo.callback(graphs.close)
             for size in reversed(graphs.sizes):
                 compute = partial(self._forward, inflow=None if self._inflow is None else self._inflow[:size])
                 compute(self._rehearsed(size))
                 graphs.record(size, compute, self._rehearsed(size))
                 tell(size)
+            undo.pop_all()
         self.graphs = graphs
 
     def rehearse(self, sizes: Sequence[int]) -> None:

@@ -46,12 +46,14 @@ def test_what_a_session_on_gpus_said_is_kept_for_the_table(tmp_path: Path) -> No
         folder = tmp_path / ("one" if name == "engine_64" else "two")
         folder.mkdir(exist_ok=True)
         lines = [{**decode, "tp": tp, "step_ms": step_ms}, {**decode, "tp": tp, "weights": "fp8", "step_ms": 1.0}]
-        lines = lines[: 2 if name == "engine_64" else 1]
         (folder / f"{name}.txt").write_text("a log\n" + "\n".join(map(json.dumps, lines)))
     assert gathered(tmp_path / "one") == {"gpu": {"benchmark": "gpu", "gpu": "G", **one}}
     found = gathered(tmp_path / "two")["gpus"]
     assert found["gain"] == pytest.approx(1.6)
     assert found["first"]["decode"]["step_ms"] == 3.9
+    (tmp_path / "two/second.txt").write_text("ended")
+    with pytest.raises(ValueError, match="has no decode step of second, expected one of each"):
+        gathered(tmp_path / "two")
 
 
 @pytest.mark.slow

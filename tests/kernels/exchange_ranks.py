@@ -17,7 +17,7 @@ from serinus.ranks import peer_exchange
 __all__ = ["exchanged"]
 
 _SHAPES = ((2,), (100,), (2048,), (3, 4096), (1, 2), (2, 100), (3, 2500))
-_PRODUCTS = ((1, 512, 64), (5, 256, 192), (16, 512, 128), (33, 128, 96), (64, 192, 160))
+_PRODUCTS = ((1, 512, 64), (5, 256, 192), (16, 512, 128), (20, 128, 3072), (33, 128, 96), (64, 192, 160))
 """Rows, inputs and outputs of linears: with the inner dimension cut, and by tiles that wait for nothing else."""
 
 

@@ -48,7 +48,7 @@ from .triton_layer_cases import (
     rounded_rows,
     rows_of_linears,
 )
-from .triton_shapes import NoProducts, call_all, call_exchange, call_pulls, call_quantized
+from .triton_shapes import NoProducts, call_all, call_pulls, call_quantized
 from .triton_watch_cases import canary_watch, watched_pass
 
 COMPILED = 2
@@ -174,7 +174,6 @@ if __name__ == "__main__":
         "compile": call_cases,
         "shapes": call_all,
         "pull": call_pulls,
-        "exchange": call_exchange,
         "ampere": call_quantized,
     }
     if sys.argv[1] in compiled:

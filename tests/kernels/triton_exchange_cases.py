@@ -152,6 +152,11 @@ def _taken_wrongly(exchange: Any, device: str) -> str:
         for x in (far, odd, torch.zeros(4, dtype=torch.int64, device=device))
         if exchange.all_reduce(x)
     ]
+    x_TI, packed = torch.zeros((65, 128), device=device), pack_linear(torch.zeros((96, 128), device=device), None)
+    half = pack_linear(packed.weight.half(), None)
+    for rows_TI, weight in ((x_TI[:64], packed), (x_TI.half(), half), (x_TI[:64, None].half(), half)):
+        if exchange.linear_all_reduce(rows_TI, weight) is not None:
+            wrong.append(f" a linear of {rows_TI.shape} {rows_TI.dtype}")
     bytes_X, many_X = (torch.zeros(n, dtype=t, device=device) for n, t in ((8, torch.int8), (3 << 21, torch.int64)))
     wrong += [f" a broadcast of {x.nbytes} bytes" for x in (bytes_X, many_X) if exchange.broadcast(x)]
     return "".join(wrong) + (" rows of 10 bytes" if exchange.gathers(odd) else "")

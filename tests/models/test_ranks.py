@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -93,6 +93,42 @@ def test_a_mesh_gives_the_greedy_tokens_of_one_process_in_fp32(
     alone, _ = engine(families[family], torch.float32)
     with _ranked(families[family], MESHES[mesh], torch.float32) as (direct, _):
         assert _answer(direct).output == _answer(alone).output
+
+
+class _Sums:
+    """In place of a GPU's kernel that multiplies and adds up (StagePeers): the same by two calls, for some rows."""
+
+    def __init__(self, comm: ThreadComm) -> None:
+        self._comm, self._linear = comm, load("cpu", "ref").linear
+        self.asked: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def linear_all_reduce(self, x_TI: torch.Tensor, packed: Any) -> torch.Tensor | None:
+        self.asked.append((tuple(x_TI.shape), tuple(packed.weight.shape)))
+        return self._comm.all_reduce(self._linear(x_TI, packed)) if len(x_TI) <= 20 else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "quantization", "is_asked"),
+    [("mistral_swa", "auto", True), ("olmo2", "auto", True), ("llama", "auto", False), ("mistral_swa", "int8", False)],
+)
+def test_the_ranks_of_a_stage_ask_for_sums_of_products_alike_or_none_does(
+    families: dict[str, Path], family: str, quantization: str, is_asked: bool
+) -> None:
+    """One whose part of a weight had another shape, or another form, would wait for the others for ever. Of llama the
+    MLP is 157 wide; a rank may hold a part of a quantized weight dequantized."""
+    alone, _ = engine(families[family], torch.float32, quantization=quantization)
+    direct, runner = ranked_engine(
+        families[family], Mesh(tp=2), torch.float32, column="ref", quantization=quantization
+    )  # fmt: skip
+    for comm in runner._comms:
+        comm.peers = cast(Any, _Sums(comm))
+    assert _answer(direct).output == _answer(alone).output
+    runner.close()
+    first, second = (cast(_Sums, comm.peers).asked for comm in runner._comms)
+    assert first == second
+    assert bool(first) is is_asked
+    assert not is_asked or {shape[0] <= 20 for shape, _ in first} == {True, False}
 
 
 @pytest.mark.slow

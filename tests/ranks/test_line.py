@@ -241,6 +241,21 @@ def test_a_rank_tells_what_it_holds_whenever_that_changed() -> None:
     assert line.rank_holdings == [{"copies": 0}]
 
 
+def test_a_line_ends_all_there_is_to_end_whatever_one_end_raises() -> None:
+    (body,), _ = bodies_of(Mesh())
+    ended: list[str] = []
+
+    def broken() -> None:
+        ended.append("steps")
+        raise RuntimeError("a graph that cannot be destroyed")
+
+    body.at_end(lambda: ended.append("body"))
+    line = LeaderLine(body, Mesh(), CLOCK, ends=(broken, lambda: ended.append("ranks")))
+    with pytest.raises(RuntimeError, match="cannot be destroyed"):
+        line.close()
+    assert ended == ["steps", "ranks", "body"]
+
+
 # ---- the hash of the line -----------------------------------------------------------------------------------------
 
 

@@ -14,8 +14,10 @@ import torch
 
 from serinus.kernels import load
 from serinus.models import ForwardBatch, Model
-from serinus.runner.graphs import StepGraphs, batch_sizes
+from serinus.runner import Runner
+from serinus.runner.graphs import Compute, StepGraphs, batch_sizes
 from serinus.runner.inbox import Inbox
+from serinus.testing.direct import DirectEngine
 from tests.runner.replaying import converse, small_model
 
 KERNELS = load("cpu")
@@ -47,6 +49,25 @@ def test_a_recorded_step_holds_nothing_once_it_is_forgotten() -> None:
     graphs.close()
     graphs.close()
     assert known() is None
+
+
+def test_a_recording_that_fails_leaves_no_step_behind(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[StepGraphs] = []
+    record = StepGraphs.record
+
+    def failing(graphs: StepGraphs, size: int, compute: Compute, batch: ForwardBatch) -> None:
+        if graphs in made:
+            raise RuntimeError("no memory")
+        made.append(graphs)
+        record(graphs, size, compute, batch)
+
+    monkeypatch.setattr(StepGraphs, "record", failing)
+    runner = DirectEngine(model, KERNELS, page_size=4, page_count=80, rows=8, context=64).runner
+    assert isinstance(runner, Runner)
+    with pytest.raises(RuntimeError, match="no memory"):
+        runner.record((1, 2))
+    assert [graphs._recorded for graphs in made] == [{}]
+    assert runner.graphs is None
 
 
 def test_arrays_of_the_same_sizes_are_the_same_tensors_as_in_the_step_before() -> None:

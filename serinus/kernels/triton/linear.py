@@ -116,6 +116,11 @@ def cut_for(x_TI: Tensor, packed: PackedLinear, *, is_gated: bool) -> WeightCut 
     return cut_of(x_TI.numel() // packed.in_size, packed.out_size, packed.in_size, x_TI.dtype, is_gated=is_gated)
 
 
+def rows_of(rows: int, cut: WeightCut) -> int:
+    """Rows of one program, filled up to what a matrix unit takes."""
+    return _FEW if rows <= _FEW else int(triton.next_power_of_2(rows)) if cut.swapped else _ROWS_MAX
+
+
 def pack_linear(weight: Tensor | QuantizedWeight, bias_O: Tensor | None) -> PackedLinear:
     """A plain weight as it is, a quantized one as its kernel reads it. Raises ValueError: shapes disagree, or groups
     are too small."""
@@ -176,7 +181,7 @@ def multiply_rows(
     rows, inner = x_TI.shape
     out_size = packed.out_size // (1 if gate is None else 2)
     out_TO = x_TI.new_empty((rows, out_size))
-    block = _FEW if rows <= _FEW else int(triton.next_power_of_2(rows)) if cut.swapped else _ROWS_MAX  # a matrix unit's
+    block = rows_of(rows, cut)
     stage = (cut.outputs * packed.out_size // out_size + block) * cut.inner * x_TI.element_size()
     partial = out_TO
     if cut.parts > 1:

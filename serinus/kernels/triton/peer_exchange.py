@@ -13,7 +13,7 @@ from torch import Tensor
 
 from serinus.kernels.packed import PackedLinear
 from serinus.kernels.triton.dependent import dependent, wait_for_earlier
-from serinus.kernels.triton.linear import cut_for, multiply_rows
+from serinus.kernels.triton.linear import cut_for, multiply_rows, rows_of
 from serinus.kernels.triton.peer_words import (
     DTYPES,
     WORDS,
@@ -53,7 +53,7 @@ class PeerExchange:
         `all_reduce`; None: nothing is done, as there is no such kernel for the shape. The ranks' weights have the same
         shape. Queued on the current stream. Cost: that of `linear`; its output is written to each other rank too."""
         cut = cut_for(x_TI, packed, is_gated=False)
-        if cut is None or x_TI.dim() != 2 or cut.outputs * len(x_TI) > 2 * WORDS:
+        if cut is None or x_TI.dim() != 2 or cut.outputs * rows_of(len(x_TI), cut) > 2 * WORDS:
             return None
         if packed.out_size // cut.outputs > self._peers.programs:
             return None

@@ -9,6 +9,9 @@ Three regions of a program serve in turns. A rank empties the one of the call be
 others write there again in the next but one, for which they need its part of the next, and that is written by a kernel
 that begins behind the end of this one. So each program waits for something of every other rank, also of those that it
 gets nothing of. A program is known by its number: kernels of all kinds share the regions and their turns.
+
+A kernel may have more programs than its GPU holds at once. They begin in the order of their numbers on each GPU, as
+GPUs do it (CUDA does not promise it): so of those that wait, the first ones have their counterparts running.
 """
 
 from __future__ import annotations
