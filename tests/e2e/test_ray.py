@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -217,9 +218,14 @@ def test_an_engine_that_finds_no_room_says_why_and_starts_when_a_node_comes(tmp_
         lost = ranks["unified-0-TP1-PP1"]
         assert lost["alive"]
         os.killpg(lost["pid"], signal.SIGKILL)
-        group.server.wait_line("unified-0 is ready again", 240)
-        until(lambda: bool(healthy(group, asker.routers[0], "decode")), "the engine at the first router")
-        until(lambda: bool(healthy(group, asker.routers[1], "decode")), "the engine at the second router")
+
+        def has_the_new_one(router: str) -> bool:
+            leader = group.engines().get("unified-0", ranks["unified-0"])
+            return leader["pid"] != ranks["unified-0"]["pid"] and healthy(group, router, "decode") == {leader["url"]}
+
+        for router in asker.routers:
+            until(partial(has_the_new_one, router), f"the engine at {router}", 240)
+        group.server.wait_line("unified-0 is ready again", 10)
         for seed in range(8, 16):
             asker.ask(seed)
         assert (asker.right, asker.wrong) == (16, [])
