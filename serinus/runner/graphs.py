@@ -71,7 +71,8 @@ class StepGraphs:
         return self._recorded[size](batch)
 
     def close(self) -> None:
-        """Forget what is recorded; nothing is replayed any more. NCCL ends a communicator once no graph names it."""
+        """Forget what is recorded; nothing is replayed any more. NCCL ends a communicator once no graph names it, and
+        CUDA destroys one that is running when it has ended. May be called again."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
