@@ -20,7 +20,7 @@ from pathlib import Path
 
 from serinus.core.parts import Part
 from serinus.selftest import CANARY_SHAPES, SIDES, CanaryPDFixture, make_canary_toy
-from serinus.testing.oracle import toy_continue
+from tests.canary.traffic import mixed_traffic
 
 CASES = [("full", Part.FULL), ("swa", Part.SWA), ("both", Part.FULL), ("both", Part.SWA)]
 POLICIES = ("write_through", "write_back")
@@ -60,24 +60,8 @@ def soak(toys: dict[str, Path], minutes: float, device: str) -> int:
             toys[shape], seed=seed, kv_canary_sweep_interval=3, prefill_settings=small, decode_settings=small,
             kv_canary_coverage="full" if seed % 2 else "rotating:4", device=device,
         )  # fmt: skip
-        shared = [pair.random_prompt(33) for _ in range(4)]
-        for turn in range(20):
-            rids = [pair.send([*shared[turn % 4], *pair.random_prompt(3)], new_tokens=30) for _ in range(3)]
-            rids += pair.send_parallel_short_requests(2, distinct_prompts=turn % 2 == 0, new_tokens=6)
-            for _ in range(3 + turn * 3 % 40):
-                pair.turn()
-            for rid in rids[turn % 2 :: 2]:
-                if pair.finish(rid) is None:
-                    pair.pair.abort(rid)
-                    aborts += 1
-            pair.run()
-            for again in shared:
-                rids.append(pair.send(again, new_tokens=2))
-                pair.run()
-            for rid in rids:
-                answer = pair.tokens(rid)
-                assert answer == toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 30)[: len(answer)]
-            requests += len(rids)
+        sent, aborted = mixed_traffic(pair, prompts=4, turns=20)
+        requests, aborts = requests + sent, aborts + aborted
         alarms += sum(pair.canary(side).violation_count for side in SIDES)
         pair.assert_no_violation()
         slots += sum(pair.canary(side).checked_slots() for side in SIDES)

@@ -16,6 +16,7 @@ from serinus.kernels import Reason
 from serinus.pd import Backend, LocalBackend, ShmBackend, TcpBackend
 from serinus.selftest import CANARY_SHAPES, CanaryPDFixture, make_canary_toy
 from serinus.testing.oracle import toy_continue
+from tests.canary.traffic import mixed_traffic
 from tests.cells import diagonal, some
 
 CASES = [("full", Part.FULL), ("swa", Part.SWA), ("both", Part.FULL), ("both", Part.SWA), ("latent", Part.LATENT)]
@@ -327,22 +328,7 @@ def test_aborts_eviction_write_back_and_reload_are_clean_on_both_sides(
         toys[shape], prefill_settings=small, decode_settings=small, kv_canary_sweep_interval=3,
         max_running_requests=4,
     )  # fmt: skip
-    shared = [pair.random_prompt(33) for _ in range(3)]
-    for turn in range(8):
-        rids = [pair.send([*shared[turn % 3], *pair.random_prompt(3)], new_tokens=30) for _ in range(3)]
-        rids += pair.send_parallel_short_requests(2, distinct_prompts=turn % 2 == 0, new_tokens=6)
-        for _ in range(3 + turn * 3):
-            pair.turn()
-        for rid in rids[turn % 2 :: 2]:
-            if pair.finish(rid) is None:
-                pair.pair.abort(rid)
-        pair.run()
-        for again in shared:
-            rids.append(pair.send(again, new_tokens=2))
-            pair.run()
-        for rid in rids:
-            answer = pair.tokens(rid)
-            assert answer == toy_continue(pair.pair.decode.built.spec, pair.prompts[rid], 30)[: len(answer)]
+    mixed_traffic(pair, prompts=3, turns=8)
     pair.assert_no_violation()
     stats = pair.built("decode").cache.stats()
     assert stats.evicted_pages > 0

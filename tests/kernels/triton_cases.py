@@ -170,12 +170,7 @@ def run_cases(argument: str, *variables: str) -> str:
 
 
 if __name__ == "__main__":
-    compiled = {
-        "compile": call_cases,
-        "shapes": call_all,
-        "pull": call_pulls,
-        "ampere": call_quantized,
-    }
+    compiled = {"compile": call_cases, "shapes": call_all, "pull": call_pulls, "ampere": call_quantized}
     if sys.argv[1] in compiled:
         pretend_gpu(80 if sys.argv[1] == "ampere" else 90)
         with NoProducts():  # what is computed means nothing

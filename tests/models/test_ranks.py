@@ -118,9 +118,7 @@ def test_the_ranks_of_a_stage_ask_for_sums_of_products_alike_or_none_does(
     """One whose part of a weight had another shape, or another form, would wait for the others for ever. Of llama the
     MLP is 157 wide; a rank may hold a part of a quantized weight dequantized."""
     alone, _ = engine(families[family], torch.float32, quantization=quantization)
-    direct, runner = ranked_engine(
-        families[family], Mesh(tp=2), torch.float32, column="ref", quantization=quantization
-    )  # fmt: skip
+    direct, runner = ranked_engine(families[family], Mesh(tp=2), torch.float32, column="ref", quantization=quantization)
     for comm in runner._comms:
         comm.peers = cast(Any, _Sums(comm))
     assert _answer(direct).output == _answer(alone).output

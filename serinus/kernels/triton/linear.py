@@ -27,7 +27,7 @@ from serinus.kernels.quantized import QuantizedWeight
 from serinus.kernels.ref.linear import pack_linear as pack_plain
 from serinus.kernels.triton.dependent import dependent, wait_for_earlier
 from serinus.kernels.triton.gates import GATES, gated
-from serinus.kernels.triton.peer_words import WORDS, PeerMemory, add_words
+from serinus.kernels.triton.peer_words import WORDS, PeerMemory, add_words, bits_of, word_of
 from serinus.kernels.triton.quantized import multiply_quantized, pack_quantized
 from serinus.kernels.triton.tickets import TICKETS, Tickets
 
@@ -278,9 +278,8 @@ def _rows(
         if RANKS > 1:
             COUNT: tl.constexpr = ROWS * OUTPUTS // 2
             part_TO = tl.trans(total) if SWAPPED else total
-            pairs = tl.reshape(part_TO.to(dtype).to(tl.int16, bitcast=True), (COUNT, 2))
-            low, high = tl.split(pairs)
-            words = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+            low, high = tl.split(tl.reshape(bits_of(part_TO, dtype), (COUNT, 2)))
+            words = word_of(low, high)
             words = add_words(words, own, turn, tile, addresses, turns, looks_max, dtype, INDEX, RANKS, COUNT)
             w = tl.arange(0, COUNT)
             row, pair = w // (OUTPUTS // 2), tile * (OUTPUTS // 2) + w % (OUTPUTS // 2)

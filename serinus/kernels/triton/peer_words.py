@@ -143,9 +143,15 @@ def _half(words, dtype: tl.constexpr):
 
 
 @_jit
-def _bits(numbers, dtype: tl.constexpr):
-    """Numbers in fp32 as 16 bits, the low ones of a word."""
-    return numbers.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+def bits_of(numbers, dtype: tl.constexpr):
+    """Numbers in fp32 as 16 bits."""
+    return numbers.to(dtype).to(tl.int16, bitcast=True)
+
+
+@_jit
+def word_of(low, high):
+    """Twice 16 bits as a word."""
+    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
 
 
 @_jit
@@ -172,4 +178,4 @@ def add_words(
             low += _half(part, dtype)
             high += _half(part >> 16, dtype)
     end_turn(turns + program, turn)
-    return low.to(tl.int32, bitcast=True) if dtype == tl.float32 else _bits(low, dtype) | (_bits(high, dtype) << 16)
+    return low.to(tl.int32, bitcast=True) if dtype == tl.float32 else word_of(bits_of(low, dtype), bits_of(high, dtype))
