@@ -310,12 +310,14 @@ class RankLink:
         return self._welcome
 
     def headers(self, wait_s: float) -> list[Frame | Parts]:
-        """See LeaderLink. Raises PeerGone: the leader is gone, or the engine ends."""
+        """See LeaderLink. Raises PeerGone: the leader is gone, the engine ends, or another thread has closed this."""
         with self._lock:
             self._take_in(0.0 if self._headers or self._end is not None else wait_s)
             found, self._headers = self._headers, []
         if not found and self._end is not None:
             raise PeerGone(self._end.reason)
+        if not found and self._leaving.is_set():
+            raise PeerGone("engine: hung up before the leader ended")
         return found
 
     def send(self, parts: Parts) -> None:

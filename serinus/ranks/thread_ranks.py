@@ -60,8 +60,10 @@ class ThreadRanks:
 
     def _why(self) -> str:
         """What the first rank that failed raised, in words."""
-        failed = self._failed(3.0)
-        return "" if failed is None else f"engine: rank {self.mesh.name(failed[0])} is gone: {failed[1]}"
+        if (failed := self._failed(3.0)) is None:
+            return ""
+        rank, error = failed
+        return f"engine: rank {self.mesh.name(rank)} is gone: {type(error).__name__}: {error}"
 
     def explained(self, error: PeerGone) -> ConfigError | PeerGone:
         """What a rank failed of, where one did."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from serinus.core.errors import ConfigError
+from serinus.core.errors import ConfigError, PeerGone
 from serinus.core.plan import StepPlan, StepResult
 from serinus.core.rng import Rng
 from serinus.engine import build
@@ -69,16 +69,20 @@ def test_ranks_forget_recorded_steps_before_their_connections_close(
     the rank that fails, as threads close each other's connections."""
     recorded: dict[int, StepGraphs] = {}
     closed: list[tuple[int, tuple[int, ...]]] = []
+    is_closing = Event()
     record, close = build.record_steps, ThreadComm.close
 
     def recording(parts: RankParts, counted: Any) -> None:
+        if fails == "follower" and parts.comm.rank == 0:  # it has recorded nothing when its connections are closed
+            assert is_closing.wait(30), "the rank that fails has not closed its connections"
         record(parts, counted)
         recorded[parts.comm.rank] = parts.runner.graphs = StepGraphs("cpu", sizes=())
         parts.runner.graphs.record(1, lambda _: torch.zeros(1), cast(Any, None))
 
     def closing(comm: ThreadComm) -> None:
-        closed.append((comm.rank, tuple(recorded[comm.rank]._recorded)))
+        closed.append((comm.rank, tuple(recorded[comm.rank]._recorded) if comm.rank in recorded else ()))
         close(comm)
+        is_closing.set()
 
     def failing(*_: Any, **__: Any) -> Built:
         raise ConfigError("no engine")
@@ -95,6 +99,19 @@ def test_ranks_forget_recorded_steps_before_their_connections_close(
     assert {rank for rank, _ in closed} == {0, 1}
     asked = {"": (0, 1), "leader": (0,), "follower": (1,)}[fails]
     assert not any(still for rank, still in closed if rank in asked)
+
+
+def test_a_rank_that_broke_is_named_with_its_error(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its kind, too: the words of a KeyError are a key."""
+
+    def broken(*_: Any) -> StepResult:
+        raise KeyError(0)
+
+    with crew(toy, tp_size=2) as engine:
+        monkeypatch.setattr(engine.ranks.loops[1].body, "obey", broken)
+        engine.add("asked", [1, 2, 3], 2)
+        with pytest.raises(PeerGone, match="rank TP1 PP0 is gone: KeyError: 0"):
+            engine.run()
 
 
 @pytest.mark.slow

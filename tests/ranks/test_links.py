@@ -100,6 +100,18 @@ def test_answers_that_the_supervisor_took_in_are_the_loops_and_it_does_not_sleep
     assert found == [(1, (MoveDone(op=1, ok=True),)), (1, (MoveDone(op=2, ok=True),))]
 
 
+def test_a_rank_whose_end_another_thread_closes_does_not_look_for_headers_for_ever(ranks: Ranks) -> None:
+    """So the leader of ranks that are threads releases them; what it sent before is given out first."""
+    link = ranks.ends[0]
+    ranks.links.send(1, encode_header(1, 0, pack_commands([])))
+    while not link._headers:
+        link._take_in(10.0)
+    link.close()
+    assert [decode_header(came).number for came in link.headers(10.0)] == [1]
+    with pytest.raises(PeerGone, match="hung up"):
+        link.headers(10.0)
+
+
 def test_headers_that_a_ranks_second_thread_took_in_are_given_out_before_the_end(ranks: Ranks) -> None:
     """The main thread stood in a step meanwhile."""
     sent = [encode_header(number, 0, pack_commands([])) for number in (1, 2, 3)]
