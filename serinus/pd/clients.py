@@ -23,6 +23,9 @@ from serinus.wire.messages import Grant, Hello, HelloAgain, HelloNo, HelloOk, Ke
 
 TOMBSTONES_MAX: Final = 1 << 16
 """Closed grants above a client's floor, and grants that came before their PREPARE; a client with more is cut off."""
+EARLY_BYTES_MAX: Final = 16 << 20
+"""Of the pages of a client's grants that came before their PREPARE; a client with more is cut off. A grant of a million
+tokens in pages of 16 takes half a megabyte."""
 CLIENTS_MAX: Final = 128
 """Decode engines greeted at one time: each may have memory of ours for its messages and for what it is sent."""
 _STRANGERS_MAX: Final = 256
@@ -93,6 +96,8 @@ class Client:
     """Tombstones: grants at or above the floor that have ended here, or were ended before they came."""
     early: dict[int, Grant | Prepare] = field(default_factory=dict)
     """Grants that came before their PREPARE."""
+    early_bytes: int = 0
+    """What the pages of these take."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -105,16 +110,38 @@ class Client:
 
     def close_grant(self, grant: int) -> None:
         """This grant is over: its number is never used again."""
-        self.early.pop(grant, None)
+        self.take_early(grant)
         if grant >= self.floor:
             self.closed.add(grant)
+
+    def keep_early(self, message: Grant | Prepare) -> bool:
+        """Keep a grant until its PREPARE comes. False = more than EARLY_BYTES_MAX would be kept, and it is not."""
+        self.take_early(message.grant)
+        size = _page_bytes(message)
+        if self.early_bytes + size > EARLY_BYTES_MAX:
+            return False
+        self.early[message.grant] = message
+        self.early_bytes += size
+        return True
+
+    def take_early(self, grant: int) -> Grant | Prepare | None:
+        """The grant that came before its PREPARE, which is not kept any more; None = none did."""
+        message = self.early.pop(grant, None)
+        if message is not None:
+            self.early_bytes -= _page_bytes(message)
+        return message
 
     def raise_floor(self, floor: int) -> None:
         """What is known of grants below the floor may go."""
         if floor > self.floor:
             self.floor = floor
             self.closed = {grant for grant in self.closed if grant >= floor}
-            self.early = {grant: message for grant, message in self.early.items() if grant >= floor}
+            for grant in [grant for grant in self.early if grant < floor]:
+                self.take_early(grant)
+
+
+def _page_bytes(message: Grant | Prepare) -> int:
+    return sum(span.pages.nbytes for span in message.spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

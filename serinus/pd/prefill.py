@@ -19,7 +19,7 @@ from typing import Final
 from serinus.core.handoff import ChunkReady, HandoffFinding
 from serinus.core.ids import new_xid
 from serinus.pd.actions import ClosePeer, PrefillAction, ReleaseChunk, Send
-from serinus.pd.clients import TOMBSTONES_MAX, Client, Clients, Lane, Piece
+from serinus.pd.clients import EARLY_BYTES_MAX, TOMBSTONES_MAX, Client, Clients, Lane, Piece
 from serinus.pd.events import Drain, EndPrefill, PrefillEvent, ReclaimParked, Shutdown, Tick
 from serinus.pd.findings import ended_there, heard, message_of
 from serinus.pd.layout import RankLayout
@@ -340,7 +340,7 @@ class PrefillSide:
         self._table.under_way[message.xid] = handoff
         client.live[message.grant] = message.xid
         out.append(handoff.add())
-        early = client.early.pop(message.grant, None)
+        early = client.take_early(message.grant)
         granted = message if message.spans else early
         if granted is not None:
             self._granted(client, granted, now, out)
@@ -352,7 +352,9 @@ class PrefillSide:
             return
         handoff = self._table.under_way.get(message.xid)
         if handoff is None:
-            client.early[message.grant] = message
+            if not client.keep_early(message):
+                reason = f"pd: you granted over {EARLY_BYTES_MAX >> 20} MiB of pages for what you did not ask for"
+                self._table.hang_up(client, reason, now, out)
             return
         if handoff.peer != client.peer or handoff.grant != message.grant or handoff.granted_at is not None:
             self.rejects["repeated_grant"] += 1

@@ -284,7 +284,8 @@ class StepPlanner:
         """What a request that needs so many tokens may take of the budget that is left: half of it, where it needs more
         than that and a shorter one stands behind it (`shortest`: tokens of the shortest), which would else wait for
         all of it."""
-        return max(left // 2, self._settings.page_size) if 2 * needs > left and shortest < needs else left
+        divided = 2 * needs > left and shortest < needs
+        return min(max(left // 2, self._settings.page_size), left) if divided else left
 
     def _hand_out_rest(self, work: list[SeqWork], states: Sequence[ReqState], first: int, left: int) -> None:
         """Give what shorter requests left of the budget to those that had left it to them, the oldest first; theirs

@@ -99,7 +99,7 @@ class Mailbox:
             if isinstance(event, Gone):
                 if self._lines.pop(event.peer, None) is not None:
                     out.append(event)
-            else:
+            elif all(gone.peer != event.peer for gone in self._gone):  # else it was cut: this came together with why
                 self._take(event.peer, event.parts, out)
         self.flush()
         out.extend(self._gone)

@@ -27,6 +27,8 @@ from serinus.pd import (
     WantPeer,
     difference,
 )
+from serinus.pd.actions import ClosePeer
+from serinus.pd.clients import EARLY_BYTES_MAX
 from serinus.wire.messages import (
     Data,
     DataOk,
@@ -308,6 +310,29 @@ def test_a_grant_of_another_size_or_a_used_number_is_not_accepted() -> None:
     assert tell(side, "in-1", Grant(xid="y", grant=6, spans=two)) == []
     assert side.rejects["repeated_grant"] == 1
     assert side.ungranted_count == 1
+
+
+def test_a_peer_that_grants_more_than_a_bound_of_pages_before_it_says_what_for_is_cut_off() -> None:
+    """Grants may come before their PREPARE, and are kept until then; what went, or came, does not count."""
+    side = PrefillSide(make_settings("p", 2))
+    tell(side, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here"))
+    pages = list(range(1 << 16))  # half a megabyte
+    (client,) = side._clients
+    for grant in range(1, 100):
+        assert tell(side, "in-1", Grant(xid=f"x{grant}", grant=grant, spans=full(1, pages))) == []
+        tell(side, "in-1", Prepare(xid=f"x{grant}", grant=grant, request=make_request("r", 9), held=4))
+        assert (client.early, client.early_bytes) == ({}, 0)
+    out: list[Any] = []
+    for grant in range(100, 200):
+        assert not out
+        out = tell(side, "in-1", Grant(xid=f"x{grant}", grant=grant, spans=full(1, pages)))
+        if out:
+            break
+    assert EARLY_BYTES_MAX - (1 << 20) < client.early_bytes <= EARLY_BYTES_MAX
+    assert [message.reason for message in sent(out)] == [
+        "pd: you granted over 16 MiB of pages for what you did not ask for"
+    ]
+    assert of_type(out, ClosePeer)
 
 
 @pytest.mark.parametrize(

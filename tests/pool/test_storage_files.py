@@ -305,6 +305,17 @@ def test_folders_that_cannot_be_used_are_a_wrong_setting(tmp_path: Path, host: H
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file' cannot be used"):
         storage_of(tmp_path / "file", host)
+    stuck = tmp_path / "stuck"
+    storage = storage_of(stuck, host)
+    storage.write(1, FULL, KEYS[:2], pages(1, 2))
+    storage.wait()
+    storage.close()
+    page = next(stuck.glob("??/*.page"))
+    page.unlink()
+    (page / "in").mkdir(parents=True)
+    os.utime(page, (1000, 1000))
+    with pytest.raises(ConfigError, match=r"stuck' cannot be used .*directory"):  # the oldest page cannot be removed
+        storage_of(stuck, host, byte_max=FILE_BYTES)
     with pytest.raises(ConfigError, match=f"storage of 5 bytes, expected at least {FILE_BYTES}"):
         storage_of(tmp_path, host, byte_max=5)
 

@@ -15,7 +15,8 @@ from serinus.core.clock import ManualClock, WallClock
 from serinus.core.errors import ConfigError
 from serinus.core.moves import PageOrigin
 from serinus.pool import HostPool
-from serinus.pool.storage import FileStorage, QueuedStorage
+from serinus.pool.storage import Disk, FileStorage, QueuedStorage
+from tests.pool.storage_world import files_on
 from tests.pool.storing import FULL, KEYS, SWA, file_of, files, only, pages, read, stored
 from tests.pool.test_storage_queue import PageDict
 from tests.pool.writers import key_of, storage_of
@@ -127,6 +128,37 @@ def test_a_notice_tells_no_key_without_the_secret_and_a_damaged_one_is_said(
     assert "tells of removed pages and cannot be read: it is damaged" in caplog.text
     one.close()
     two.close()
+
+
+def test_an_engine_that_cannot_write_learns_what_others_removed_all_the_same(tmp_path: Path) -> None:
+    """And leaves no files behind, however often it tries to tell what it removed itself."""
+    full = [False]
+
+    class FullDisk(Disk):
+        def create(self, path: str, flags: int = 0) -> int:
+            number = super().create(path, flags)
+            if not full[0]:
+                return number
+            os.close(number)
+            return os.open("/dev/full", os.O_WRONLY)
+
+    one, two = files_on(str(tmp_path), FullDisk()), files_on(str(tmp_path))
+    folder = tmp_path / ".removed" / "00"
+    full[0] = True
+    with pytest.raises(OSError, match="No space left"):
+        one.remove(KEYS[:1])
+    two.remove(KEYS[1:2])
+    assert one.recalled() == KEYS[1:2]
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space left"):
+            one.recalled()
+    assert len(list(folder.iterdir())) == 1
+    assert two.recalled() == []
+    full[0] = False
+    assert one.recalled() == []
+    assert two.recalled() == KEYS[:1]
+    for each in (one, two):
+        each.close()
 
 
 def test_old_notices_go(tmp_path: Path, host: HostPool) -> None:

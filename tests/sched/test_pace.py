@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from serinus.core.plan import StepPlan
+from serinus.core.rng import Rng
 from serinus.testing.tiny_engine import TinyEngine
 
 LONG = list(range(1, 8001))
@@ -132,6 +133,21 @@ def test_a_long_prompt_alone_or_before_longer_ones_has_the_whole_step() -> None:
     for _ in range(2):
         machine.step()
     assert [tokens for tokens, _ in machine.plans] == [{"long": 256}, {"long": 256}]
+
+
+@pytest.mark.parametrize(("page", "bound"), [(128, 256), (16, 40), (4, 4)])
+def test_no_step_has_more_prompt_tokens_than_its_bound(page: int, bound: int) -> None:
+    """However many prompts share it; memory is kept free for so many."""
+    rng = Rng(page)
+    for _ in range(200):
+        engine = TinyEngine(
+            page_size=page, page_count=80, context_length=1536, vocab_size=1000, chunked_prefill_size=bound,
+            enable_prefix=False,
+        )  # fmt: skip
+        for number in range(rng.randrange(2, 5)):
+            engine.add(f"r{number}", [number] * rng.randrange(1, 3 * bound), max_new_tokens=1)
+        while (out := engine.step()) is not None:
+            assert out.prompt_tokens <= bound
 
 
 def test_what_shorter_ones_cannot_take_goes_back_to_the_long_one() -> None:

@@ -87,6 +87,21 @@ def test_bad_frames_change_a_counter_and_then_end_the_connection() -> None:
     assert [received.message for received in messages_of(pair.server)] == [Keepalive(load=2)], "others are not touched"
 
 
+@pytest.mark.parametrize("version", [0, 1], ids=["bad frames", "another version"])
+def test_what_came_together_with_the_frame_that_cut_its_sender_is_dropped(version: int) -> None:
+    """Else it would be a new peer of the same name, which never ends: its connection has."""
+    pair = Pair()
+    raw, frame = pair.raw(), encode(Keepalive(load=1), incarnation=5, seq=1)
+    for _ in range(1 if version else BAD_FRAMES_MAX):
+        raw.send("s", of_version(frame[0][4] + 1, frame) if version else [b"short"])
+    raw.send("s", frame)
+    raw.send("s", of_version(frame[0][4] + 1, frame))
+    (gone,) = pair.server.poll(0)
+    assert isinstance(gone, Gone)
+    assert not pair.server._lines
+    assert pair.server.poll(0) == []
+
+
 def test_a_frame_of_another_incarnation_is_no_part_of_the_stream() -> None:
     pair = Pair()
     raw = pair.raw()

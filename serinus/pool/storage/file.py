@@ -121,12 +121,12 @@ class PageFiles:
             self._notices = Notices(self._disk, self._folder, self._writer, self._secret, clock)
             self._scan()
             self._remove_leftovers()
+            self._keep_bound(0)
         except OSError as error:
             raise ConfigError(
                 f"pool: storage folder {self._folder!r} cannot be used ({error}), expected one that can be "
                 f"written and locked"
             ) from error
-        self._keep_bound(0)
 
     # ---- one page -----------------------------------------------------------------------------------------------
 

@@ -56,14 +56,20 @@ class Notices:
             self._tell()
 
     def take(self) -> list[bytes]:
-        """Keys of the pages that others removed since the last call. Raises OSError: some are told by the next call.
+        """Keys of the pages that others removed since the last call, also where nothing can be written. Raises OSError:
+        some are told by the next call, or there are none and this process could not write.
         Cost: a look at the folder where nothing changed; a listing of it once in an hour."""
+        failure = None
         with self._lock:
-            self._tell()
-            if self._hour != (hour := this_hour(self._clock)):
-                self._drop_old(hour - _KEPT_S * 10**9)
-                self._hour = hour
-            return self._take()
+            for write in (self._tell, self._drop_old):
+                try:
+                    write()
+                except OSError as error:
+                    failure = error
+            found = self._take()
+        if failure is not None and not found:
+            raise failure
+        return found
 
     def _tell(self) -> None:
         if not self._untold:
@@ -74,17 +80,26 @@ class Notices:
         temp, path = f"{self._folder}/00/.{name}", f"{self._folder}/00/{name}"
         header = _HEADER.pack(_MAGIC, xxhash.xxh3_64_intdigest(body))
         data = np.frombuffer(body, np.uint8)
-        self._disk.write(temp, header, data, this_hour(self._clock))
-        self._disk.rename(temp, path)
+        try:
+            self._disk.write(temp, header, data, this_hour(self._clock))
+            self._disk.rename(temp, path)
+        except OSError:
+            with suppress(OSError):
+                self._disk.remove(temp)
+            raise
         self._untold.clear()
 
-    def _drop_old(self, old_ns: int) -> None:
+    def _drop_old(self) -> None:
+        """Once in an hour."""
+        if self._hour == (hour := this_hour(self._clock)):
+            return
         entries = list(self._disk.entries(self._folder))
         for entry in entries:
-            if entry.used_ns < old_ns:
+            if entry.used_ns < hour - _KEPT_S * 10**9:
                 with suppress(FileNotFoundError):
                     self._disk.remove(entry.path)
         self._seen &= {entry.name for entry in entries}
+        self._hour = hour
 
     def _take(self) -> list[bytes]:
         folder = f"{self._folder}/00"
