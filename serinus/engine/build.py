@@ -139,12 +139,16 @@ def build_engine(
     mesh = mesh_of(config)
     parts: RankParts | None = None
     if mesh.size == 1:
-        parts = build_rank(config, mesh, 0, SoloComm(), clock, before_pool=before_pool)
-        backends = backends or data_backends(config, 0, parts.device)
-        line = LeaderLine(make_body(parts, clock, backends), mesh, clock, ends=(parts.runner.close,))
-        first_steps(parts, line, clock)
-        record_steps(parts, counted) if recorded else rehearse_steps(parts)
-        return lead(parts, line, clock, handoffs_of, backends=backends)
+        with ExitStack() as undo:
+            parts = build_rank(config, mesh, 0, SoloComm(), clock, before_pool=before_pool)
+            undo.callback(parts.close)
+            backends = backends or data_backends(config, 0, parts.device)
+            line = LeaderLine(make_body(parts, clock, backends), mesh, clock, ends=(parts.runner.close,))
+            first_steps(parts, line, clock)
+            record_steps(parts, counted) if recorded else rehearse_steps(parts)
+            built = lead(parts, line, clock, handoffs_of, backends=backends)
+            undo.pop_all()
+        return built
     starter = RankProcesses(config, clock) if starter is None else starter
     try:
         parts = build_rank(config, mesh, 0, starter.join(), clock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
@@ -95,17 +96,19 @@ class Built:
             self.events.publish(output.cache_events)
 
     def close(self) -> None:
-        """Let copies and storage writes end, then end the ranks and what carries pages. May be called again."""
-        if self.tiers is not None:
-            if self.line.sound and (left := self._quiet()):
-                _log.warning("engine: %d copies and storage operations are given up", left)
-            self.tiers.close()
-        self.line.close()
-        if self.events is not None:
-            self.events.close()
-        self.engine.handoffs.close()
-        if self.peers is not None:
-            self.peers.close()
+        """Let copies and storage writes end, then end the ranks and what carries pages; all of that also where it is
+        interrupted meanwhile. May be called again."""
+        with ExitStack() as ends:
+            if self.peers is not None:
+                ends.callback(self.peers.close)
+            ends.callback(self.engine.handoffs.close)
+            if self.events is not None:
+                ends.callback(self.events.close)
+            ends.callback(self.line.close)
+            if self.tiers is not None:
+                ends.callback(self.tiers.close)
+                if self.line.sound and (left := self._quiet()):
+                    _log.warning("engine: %d copies and storage operations are given up", left)
 
     def _quiet(self) -> int:
         """Wait until nothing is under way in the tiers; returns what still is when waiting has no more use."""

@@ -320,7 +320,8 @@ class Engine:
             self._front_gone(event.front, now)
             return
         message = event.message
-        self._fronts.add(event.front)
+        if event.front:  # else it comes from this process, and no answer goes there
+            self._fronts.add(event.front)
         match message:
             case Generate(request=request):
                 self._generate(event.front, replace(request, arrival=now), now)

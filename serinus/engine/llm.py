@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 
 from serinus.core.clock import WallClock
 from serinus.core.config import ServeConfig, from_names
-from serinus.core.errors import BadRequest, InvariantError
+from serinus.core.errors import BadRequest, CapacityError, InvariantError
 from serinus.core.grammar import Grammar
 from serinus.core.ids import new_incarnation, new_rid
 from serinus.core.request import FinishReason, KvIntegrity, Request, TokenDelta, TokenLogprobs, Usage
@@ -119,6 +121,9 @@ class LLM:
         self._built = built
         self._engine = built.engine
         self._end = weakref.finalize(self, built.close)  # no ranks and no folder outlive an LLM or its process
+        self._turns = threading.RLock()
+        """Held by the thread whose call this is; a handler of a signal may close the LLM within one."""
+        self._generates = False
         self.spec = built.spec
         """What the model is."""
         self.config = built.config
@@ -128,7 +133,10 @@ class LLM:
         if not config.model.skip_tokenizer_init:
             path = config.model.tokenizer_path or built.spec.path
             template = config.model.chat_template
-            self.tokenizer = load_tokenizer(path, chat_template=template, revision=config.model.revision)
+            with ExitStack() as undo:
+                undo.callback(self.close)
+                self.tokenizer = load_tokenizer(path, chat_template=template, revision=config.model.revision)
+                undo.pop_all()
         self._grammars: GrammarCompiler | None = None
         seed = config.model.random_seed
         self._rng = Rng(new_incarnation() if seed is None else seed)
@@ -140,7 +148,8 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue prompts, all in one batch.
+        """Continue prompts, all in one batch. Of several threads one waits for the other: to batch what comes at any
+        time, serve over HTTP.
 
         Args:
             prompts: a text, token ids, {"prompt": text} or {"prompt_token_ids": ids} (vLLM's TextPrompt and
@@ -151,10 +160,26 @@ class LLM:
         Returns: one RequestOutput per prompt, in order.
         Raises:
             BadRequest: a prompt or a parameter cannot be served; nothing was started.
+            CapacityError: it was called within a call, by a handler of a signal.
             KeyboardInterrupt: Ctrl-C came; raised after the step that runs, and nothing of the call is left. A second
                 one does not wait for the step, and the LLM cannot be used any more.
-            PeerGone: a rank was lost, or Ctrl-C came twice: make a new LLM.
+            PeerGone: a rank was lost, Ctrl-C came twice, an exception from outside (of a handler of a signal) came
+                within a step, or the LLM was closed: make a new one.
         """
+        with self._turns:
+            if self._generates:
+                raise CapacityError("engine: a call of generate is under way in this thread, expected none")
+            self._generates = True
+            try:
+                return self._generate(prompts, sampling_params, use_tqdm)
+            finally:
+                self._generates = False
+
+    def _generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:  # fmt: skip
+        self._built.line.check()
         given = given_prompts(prompts)
         wanted = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _as_params(wanted, len(given))
@@ -216,8 +241,11 @@ class LLM:
 
     def close(self) -> None:
         """End its ranks and the threads of its tiers, where there are any; storage writes under way get some seconds.
-        Happens by itself when the LLM is dropped or the process ends."""
-        self._end()
+        Happens by itself when the LLM is dropped or the process ends. Waits for a call of another thread; may be called
+        again, also where it was interrupted."""
+        with self._turns:
+            self._built.close()
+            self._end.detach()
 
     def __enter__(self) -> LLM:
         return self
@@ -226,9 +254,11 @@ class LLM:
         self.close()
 
     def flush_cache(self) -> None:
-        """Forget all cached prefixes, on device and host; what is stored stays. Raises CapacityError while a call of
-        `generate` is under way."""
-        self._built.cache.reset()
+        """Forget all cached prefixes, on device and host; what is stored stays. Waits for a call of another thread.
+        Raises CapacityError: it was called within a call; PeerGone: the LLM was closed, or broke."""
+        with self._turns:
+            self._built.line.check()
+            self._built.cache.reset()
 
     def _encode(self, prompt: GivenPrompt) -> NDArray[np.int32]:
         if prompt.ids is not None:
@@ -307,23 +337,35 @@ class LLM:
                     messages = []
                     self._wait()
             finally:
-                for rid in owners:
-                    engine.drop(rid, "the call ended early")
+                if self._built.line.sound:  # else nothing is known of what the engine holds
+                    for rid in owners:
+                        engine.drop(rid, "the call ended early")
 
     def _turn(
         self, messages: Sequence[FrontMessage], take: Callable[[TurnOutput], object] = lambda output: None
     ) -> TurnOutput:
         """One turn of the engine, and the work that it gave to the ranks; meanwhile `take` gets the output."""
-        output = self._built.turn(messages)
-        self._built.line.flush(lambda: take(output))
+        with self._unbroken():
+            output = self._built.turn(messages)
+            self._built.line.flush(lambda: take(output))
         return output
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """Whatever is raised within leaves an engine in the middle of a step: it is not used any more."""
+        try:
+            yield
+        except BaseException as error:
+            self._built.line.give_up(error)
+            raise
 
     def _wait(self) -> None:
         """Wait for other ranks, or for the storage, where the engine has nothing else to do."""
         if (wait_s := self._engine.wait_s) <= 0:
             return
         if self._engine.line.under_way:
-            self._engine.line.pump(wait_s)
+            with self._unbroken():
+                self._engine.line.pump(wait_s)
         else:
             pause(min(wait_s, _PAUSE_S))
 

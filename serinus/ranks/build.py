@@ -7,7 +7,7 @@ room for least. Times each phase, so that start-up can say where the time went.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -174,11 +174,15 @@ def build_rank(
         tiers = build_tiers(config, own.layer_parts, pools, namespace, clock, shard=some, counts=host)
         phases.mark("pool")
         memory.mark("KV")
-        parts = assemble(
-            config, comm, spec, model, pools, tiers, kernels, context=context, namespace=namespace, phases=phases,
-            memory=memory,
-        )  # fmt: skip
         memory.put("largest step", step_bytes)
+        with ExitStack() as undo:
+            if tiers is not None:
+                undo.callback(tiers.close)
+            parts = assemble(
+                config, comm, spec, model, pools, tiers, kernels, context=context, namespace=namespace, phases=phases,
+                memory=memory,
+            )  # fmt: skip
+            undo.pop_all()
         return parts
 
 

@@ -200,7 +200,7 @@ class LeaderLine:
             aside.do()
 
     def _flush(self, aside: Meanwhile) -> None:
-        self._check()
+        self.check()
         if not self._pending:
             return
         pending, self._pending = self._pending, []
@@ -294,7 +294,7 @@ class LeaderLine:
 
     def _listen(self, wait_s: float) -> None:
         """Take in what came from other ranks."""
-        self._check()
+        self.check()
         if self._links is None:
             return
         try:
@@ -344,20 +344,28 @@ class LeaderLine:
         if self._closed:
             return
         self._closed = True
-        self._pending = [(None, Stop())]  # what waits is not worth doing any more
-        if self.sound:
-            self._dismiss()
-        if self._links is not None:
-            self.headers += 1
-            self._send(self._pending)
         with ExitStack() as ends:  # all of them, from the last one on, whatever one of them raises
+            ends.callback(self.give_up, PeerGone("engine: it was closed, expected one that was not"))
             ends.callback(self.body.close)
             if self._links is not None:
                 ends.callback(lambda links: links.close(None if self.sound else 0.0), self._links)
             for end in reversed(self._ends):
                 ends.callback(end)
+            self._pending = []  # what waits is not worth doing any more
+            if self.sound:
+                self._dismiss()
+            if self._links is not None:
+                self.headers += 1
+                self._send([(None, Stop())])
 
-    def _check(self) -> None:
+    def give_up(self, error: BaseException) -> None:
+        """Something broke, or was interrupted, where what is under way is not known any more: nothing is begun from now
+        on. No effect where an earlier error said so."""
+        if self.sound:
+            self._break(_reason(error, self.size))
+
+    def check(self) -> None:
+        """Raises PeerGone: nothing can be begun any more, and why."""
         if not self.sound:
             raise PeerGone(self._broken)
 

@@ -67,10 +67,9 @@ class ThreadRanks:
 
     def explained(self, error: PeerGone) -> ConfigError | PeerGone:
         """What a rank failed of, where one did."""
-        failed = self._failed(1.0)
-        if failed is not None and isinstance(failed[1], (ConfigError, PeerGone)):
-            return failed[1]
-        return error
+        if (failed := self._failed(1.0)) is None:
+            return error
+        return failed[1] if isinstance(failed[1], (ConfigError, PeerGone)) else PeerGone(self._why())
 
     def fail(self, error: BaseException) -> None:
         """The leader failed: release the ranks that wait for it."""

@@ -13,11 +13,13 @@ from serinus.core.clock import ManualClock
 from serinus.core.config import ServeConfig, from_names
 from serinus.core.trace import SPANS_MAX, SpanRecord
 from serinus.engine.build import build_engine
+from serinus.engine.messages import FrontMessage
 from serinus.engine.spans import SpanLog
 from serinus.models.small_checkpoints import make_toy
 from serinus.selftest import EnginePair
 from serinus.selftest.driver import EngineDriver
 from serinus.testing.builders import make_request
+from serinus.wire.messages import StopEngine
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 PROMPT = list(range(1, 38))
@@ -66,6 +68,22 @@ def test_a_request_computed_elsewhere_has_its_spans_on_both_sides(toy: Path) -> 
     for record in (*decode, *prefill):
         assert record.start <= record.end, record
     assert decode[-1].attributes["gen_ai.usage.output_tokens"] == 5
+
+
+def test_spans_of_what_ends_after_a_signal_to_stop_go_to_the_front_all_the_same(toy: Path) -> None:
+    """The signal comes as a message of no front, to which nothing is sent."""
+    names = {"model_path": str(toy), "otlp_traces_endpoint": "http://127.0.0.1:4318", "decode_log_interval": 0}
+    with closing(build_engine(from_names(ServeConfig, {**names, **SMALL}), ManualClock())) as built:
+        messages = [
+            FrontMessage(front="front-1", message=traced("a", remote=False)),
+            FrontMessage(front="", message=StopEngine(drain=True)),
+        ]
+        found: list[tuple[str, str]] = []
+        while not built.engine.ended:
+            output, messages = built.turn(messages), []
+            built.line.flush()
+            found += [(output.spans_to, record.name) for record in output.spans]
+        assert found == [("front-1", name) for name in ("queue", "prefill", "prefill", "prefill", "decode")]
 
 
 def test_a_request_computed_here_has_chunks_and_no_handoff(toy: Path) -> None:

@@ -114,6 +114,15 @@ def test_a_rank_that_broke_is_named_with_its_error(toy: Path, monkeypatch: pytes
             engine.run()
 
 
+def test_a_rank_that_does_not_come_up_is_named_with_its_error(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> RankParts:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(make, "build_rank", broken)
+    with pytest.raises(PeerGone, match="rank TP1 PP0 is gone: RuntimeError: planted"), crew(toy, tp_size=2):
+        pass
+
+
 @pytest.mark.slow
 def test_stages_may_lack_a_part_of_the_layers(sliding: Path) -> None:
     """Stage 2 of FSFS cut 1,1,2 has no FULL layer, stage 1 no sliding one."""
