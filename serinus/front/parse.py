@@ -32,6 +32,7 @@ _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<key>key in )?(?:`)?\$?(?P<path>[^
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 _FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ITEMS: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
+_NULLS = (None, msgspec.Raw(b"null"))
 _EXPECTED = {
     "Number out of range": "a number from -1.8e308 to 1.8e308",
     "Integer value out of range": "an integer of at most 4,300 digits",
@@ -187,10 +188,22 @@ def _value_at(raw: bytes, path: str, what: str) -> Any:
             here = next((bytes(value) for value in values if _is_meant(bytes(value), what)), here)
         else:
             here = bytes(_FIELDS.decode(here)[name] if name else _ITEMS.decode(here)[int(index)])
+    return _value(here)
+
+
+def _value(given: Any) -> Any:
+    """JSON as far as Python has a value for it; what is a value already stays one."""
     try:
-        return msgspec.json.decode(here)
+        return msgspec.json.decode(given) if isinstance(given, (bytes, msgspec.Raw)) else given
     except msgspec.DecodeError:
-        return _Verbatim(here)
+        return _Verbatim(bytes(given))
+
+
+def _fields_of(given: Any) -> Mapping[str, Any]:
+    """The fields of an object, those of JSON as they came; none of what is no object."""
+    if isinstance(given, msgspec.Raw):
+        return _FIELDS.decode(given) if bytes(given).startswith(b"{") else {}
+    return given if isinstance(given, dict) else {}
 
 
 def _is_meant(raw: bytes, what: str) -> bool:
@@ -212,17 +225,16 @@ def unknown_fields(raw: bytes, body_type: type[msgspec.Struct]) -> list[str]:
     given = _FIELDS.decode(raw)
     unknown = _unknown(given, body_type)
     if "stream_options" in given and "stream_options" in body_type.__struct_fields__:
-        unknown += _unknown(msgspec.json.decode(given["stream_options"]) or {}, StreamOptions, "stream_options.")
+        unknown += _unknown(_fields_of(given["stream_options"]), StreamOptions, "stream_options.")
     for name, struct in _OF_GRAMMARS.items():
         if name in given and name in body_type.__struct_fields__:
-            check_known(msgspec.json.decode(given[name]) or {}, struct, name)
+            check_known(_fields_of(given[name]), struct, name)
     if "sampling_params" in given and body_type is GenerateBody:
-        params = msgspec.json.decode(given["sampling_params"]) or {}
-        if isinstance(params, dict):
-            _unknown(params, NativeSampling, "sampling_params.")
-        else:
-            for index, each in enumerate(params):
-                _unknown(each, NativeSampling, f"sampling_params[{index}].")
+        params = given["sampling_params"]
+        _unknown(_fields_of(params), NativeSampling, "sampling_params.")
+        if bytes(params).startswith(b"["):
+            for index, each in enumerate(_ITEMS.decode(params)):
+                _unknown(_fields_of(each), NativeSampling, f"sampling_params[{index}].")
     return unknown
 
 
@@ -231,11 +243,11 @@ def check_known(given: Mapping[str, Any], struct: type[msgspec.Struct], where: s
     it, and that would not be seen."""
     names = struct.__struct_fields__
     for name, value in given.items():
-        if name not in names and value is not None:
-            field = f"{where}.{name[:_NAME_CHARS_MAX]}"
-            raise BadRequest(field, value, f"one of {', '.join(names)}: what an answer must look like is not ignored")
-    if struct is ResponseFormat and given.get("json_schema") is not None:
-        check_known(given["json_schema"], JsonSchemaFormat, f"{where}.json_schema")
+        if name not in names and value not in _NULLS:
+            field, expected = f"{where}.{name[:_NAME_CHARS_MAX]}", f"one of {', '.join(names)}"
+            raise BadRequest(field, _value(value), f"{expected}: what an answer must look like is not ignored")
+    if struct is ResponseFormat:
+        check_known(_fields_of(given.get("json_schema")), JsonSchemaFormat, f"{where}.json_schema")
 
 
 _OF_GRAMMARS: dict[str, type[msgspec.Struct]] = {
@@ -250,17 +262,16 @@ def _unknown(given: Mapping[str, Any], struct: type[msgspec.Struct], where: str 
     declared = struct.__struct_fields__
     unknown: list[str] = []
     for name in given.keys() - set(declared):
-        value = msgspec.json.decode(given[name]) if isinstance(given[name], msgspec.Raw) else given[name]
-        if value is None:
+        if given[name] in _NULLS:
             continue
         field = where + name[:_NAME_CHARS_MAX]
         near = _near(name, declared)
         if near and near not in given:
-            raise BadRequest(field, value, f"the name of a field: did you mean {near!r}?")
+            raise BadRequest(field, _value(given[name]), f"the name of a field: did you mean {near!r}?")
         if struct is NativeSampling:
-            raise BadRequest(field, value, f"one of {', '.join(_SAMPLING_NAMES)}")
+            raise BadRequest(field, _value(given[name]), f"one of {', '.join(_SAMPLING_NAMES)}")
         if struct is GenerateBody and name in NativeSampling.__struct_fields__:
-            raise BadRequest(field, value, "it in sampling_params")
+            raise BadRequest(field, _value(given[name]), "it in sampling_params")
         unknown.append(field)
         if len(unknown) > _UNKNOWN_MAX:
             raise BadRequest("body", sorted(unknown), f"at most {_UNKNOWN_MAX} fields that this server does not know")

@@ -100,6 +100,33 @@ def test_any_name_of_an_ignored_field_makes_a_header(front: RunningFront, name: 
     assert unquote(answer.headers["x-serinus-ignored"]) == name
 
 
+@pytest.mark.parametrize("number", ["1e400", "1" * 5000])
+def test_a_number_that_python_has_no_value_for_is_as_any_other(front: RunningFront, number: str) -> None:
+    def post(body: str, path: str = "/v1/completions") -> tuple[int, str | None, str | None]:
+        answer = front.http.post(path, content=body % number)
+        error = answer.json().get("error", {})
+        assert not error or f"{error['param']}: got {number[:60]}" in error["message"]
+        return answer.status_code, answer.headers.get("x-serinus-ignored"), error.get("param")
+
+    asks = '{"prompt": "x", "max_tokens": 1, '
+    assert post(asks + '"x": [%s]}') == (200, "x", None)
+    assert post(asks + '"stream_options": {"x": %s}}') == (200, "stream_options.x", None)
+    for field in ("tempratur", "stream_options.include_usages", "response_format.x", "response_format.json_schema.x"):
+        *outer, name = field.split(".")
+        value = f'"{name}": %s'
+        for each in reversed(outer):
+            value = f'"{each}": {{"type": "text", {value}}}' if each == "response_format" else f'"{each}": {{{value}}}'
+        assert post(asks + value + "}") == (400, None, field)
+    for value, field in (('{"x": %s}', "sampling_params.x"), ('[{"x": %s}]', "sampling_params[0].x")):
+        assert post(f'{{"text": ["x"], "sampling_params": {value}}}', "/generate") == (400, None, field)
+
+
+@pytest.mark.parametrize("given", [5, [], "x"])
+def test_a_json_schema_of_text_format_that_is_no_object_is_refused(front: RunningFront, given: Any) -> None:
+    answer = front.post("/v1/responses", {"input": "x", "text": {"format": {"type": "text", "json_schema": given}}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text.format"), answer.text
+
+
 def test_an_unknown_field_of_any_name_is_refused_with_its_value(front: RunningFront) -> None:
     answer = front.http.post("/canary/perturb", json={"perturb": {}, "a.b[-;": 41})
     assert answer.status_code == 400
