@@ -22,7 +22,7 @@ from serinus.front.client import EngineClient, EngineDown
 from serinus.front.completions import completions
 from serinus.front.dashboard import DashboardFeed
 from serinus.front.embeddings import embeddings
-from serinus.front.exchange import REQUEST_ID_HEADER, error_json, request_id_of
+from serinus.front.exchange import REQUEST_ID_HEADER, error_at, error_json, request_id_of
 from serinus.front.messages import count_tokens, messages
 from serinus.front.native import generate
 from serinus.front.perturb import perturb
@@ -72,13 +72,13 @@ def error_handlers() -> dict[int | type[Exception], Callable[[Request, Exception
         else:
             message = f"{request.method} {request.url.path}: {err.detail}"
         kind = "not_found_error" if err.status_code == 404 else "invalid_request_error"
-        body = error_json(message, kind)
+        body = error_at(request.url.path, error_json(message, kind))
         headers = {REQUEST_ID_HEADER: request_id_of(request.scope), **(err.headers or {})}
         return Response(body, err.status_code, headers, "application/json")
 
     async def bug(request: Request, err: Exception) -> Response:
         body = error_json(f"front: {type(err).__name__}, see the server's log", "internal_server_error")
-        return Response(body, 500, media_type="application/json")
+        return Response(error_at(request.url.path, body), 500, media_type="application/json")
 
     return {HTTPException: http_error, Exception: bug}
 

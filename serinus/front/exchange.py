@@ -73,6 +73,11 @@ def error_of(err: SerinusError) -> tuple[int, bytes]:
     return status, error_json(str(err), kind, param=getattr(err, "field", None), code=code)
 
 
+def error_at(path: str, error: bytes) -> bytes:
+    """An error in the form of its endpoint: those of Anthropic's begin with a type."""
+    return b'{"type":"error",' + error[1:] if path.startswith("/v1/messages") else error
+
+
 def header_of(scope: Scope, name: str) -> str:
     """A request header (`name` in lower case); empty where it is missing."""
     wanted = name.encode("latin-1")
@@ -256,9 +261,7 @@ class HttpExchange:
             if status == 401:
                 self.headers.append((b"www-authenticate", b"Bearer"))
             self.headers.extend(getattr(err, "headers", ()))
-            if self.path.startswith("/v1/messages"):
-                body = b'{"type":"error",' + body[1:]
-            await self.reply(status, body, b"application/json")
+            await self.reply(status, error_at(self.path, body), b"application/json")
         else:
             self.status = status
             await self.end(b"data: " + body + b"\n\ndata: [DONE]\n\n")

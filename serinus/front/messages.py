@@ -103,7 +103,7 @@ def _choice(choice: dict[str, Any]) -> str | dict[str, Any]:
     kind = choice.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise BadRequest("tool_choice.type", kind, "auto, any, tool or none")
     return _CHOICES[kind]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -12,9 +13,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.requests import Request
 
 from serinus.core.grammar import Grammar
 from serinus.front import RouterSettings, create_router_app
+from serinus.front.app import error_handlers
 from serinus.testing.running_front import RunningFront, serving
 from serinus.testing.scripted_front import Script, scripted_front
 from serinus.text import Tokenizer
@@ -353,6 +356,7 @@ def test_a_message_is_held_to_the_schema_of_its_output_config(scripted: tuple[Ru
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"tools": [ANTHROPIC_WEATHER], "tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"tools": [ANTHROPIC_WEATHER], "tool_choice": {"type": ["a"]}}, "tool_choice.type"),
         ({"thinking": {"type": "on"}}, "thinking.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": "2000"}}, "thinking.budget_tokens"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
@@ -372,6 +376,18 @@ def test_a_wrong_message_is_refused_by_field(
     body = {"max_tokens": 5, "messages": [{"role": "user", "content": "x"}], **change}
     response = scripted[0].post("/v1/messages", body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, field), response.text
+
+
+@pytest.mark.parametrize(("path", "kind"), [("/v1/messages", "error"), ("/v1/responses", None)])
+def test_errors_of_no_handler_have_the_form_of_their_endpoint(
+    scripted: tuple[RunningFront, Script], path: str, kind: str | None
+) -> None:
+    answer = scripted[0].http.get(path)
+    assert (answer.status_code, answer.json().get("type")) == (405, kind)
+    request = Request({"type": "http", "path": path, "headers": []})
+    bug = asyncio.run(error_handlers()[Exception](request, KeyError("x")))
+    said = json.loads(bytes(bug.body))
+    assert (bug.status_code, said.get("type"), "KeyError" in said["error"]["message"]) == (500, kind, True)
 
 
 # ---- the router -------------------------------------------------------------------------------------------------
