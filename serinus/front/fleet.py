@@ -326,7 +326,7 @@ class Fleet:
         self._tell_circuit(member)
 
     def left(self, member: FleetEngine) -> None:
-        """The client went, or the engine had no room: that says nothing of the engine."""
+        """The client went or set too short a time, or the engine had no room: that says nothing of the engine."""
         member.circuit.left()
 
     def failed(self, member: FleetEngine, why: str) -> None:

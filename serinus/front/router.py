@@ -197,7 +197,7 @@ class Router:
         except BaseException:
             self.fleet.left(member)
             raise
-        if status == 503:
+        if status in (503, 504):
             self.fleet.left(member)
         elif status >= 500:
             self.fleet.failed(member, f"it answered {status}")

@@ -78,7 +78,9 @@ class FakeEngine:
     token: Callable[[Sequence[int], int, int, int], int] = fake_token
     """The rule: prompt, seed, position, vocab_size -> token."""
     refuse: str = ""
-    """Refuse every request with this text (status 400)."""
+    """Refuse every request with this text."""
+    refuse_status: int = 400
+    """The status of that."""
     convicts: tuple[int, ...] = ()
     """Prompts with one of these tokens fail after their first token, as those that a canary convicts (status 500)."""
     kv_canary: str = "none"
@@ -194,7 +196,8 @@ class FakeEngine:
                 self._send(peer, EngineReply(call=0, ok=False, body=self.breaks.encode()))
                 return
             if self.refuse:
-                out = TokenDelta(rid=request.rid, finish=FinishReason.ERROR, error=self.refuse, error_status=400)
+                out = TokenDelta(rid=request.rid, finish=FinishReason.ERROR, error=self.refuse,
+                                 error_status=self.refuse_status)  # fmt: skip
                 self._send(peer, Tokens(deltas=(out,)))
                 return
             self.running[request.rid] = _Sequence(peer=peer, request=request, prompt=request.prompt.tolist())

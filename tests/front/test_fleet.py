@@ -169,6 +169,14 @@ def test_an_engine_that_answers_500_again_and_again_is_left_alone_and_shown(rout
 
 
 @pytest.mark.slow
+def test_requests_that_reach_their_deadline_say_nothing_of_the_engine(route: Any) -> None:
+    with route(1, 0, cb_failure_threshold=2) as running:
+        running.decode[0].engine.refuse, running.decode[0].engine.refuse_status = "too late", 504
+        assert [running.http.post("/generate", json=GREEDY).status_code for _ in range(3)] == [504] * 3
+        assert [each["circuit"] for each in running.http.get("/workers").json()["workers"]] == ["closed"]
+
+
+@pytest.mark.slow
 def test_no_more_engines_are_tried_than_the_operator_allows() -> None:
     urls = tuple(f"http://127.0.0.1:{port}" for port in range(1, 5))
     app = create_router_app(RouterSettings(decode_urls=urls, poll_s=1000.0, retry_max_retries=1))
