@@ -86,11 +86,13 @@ def child_line(line: str, engine: str, unix: float, log_format: str) -> str:
 
 
 def fields(**values: object) -> str:
-    """`a: 1, b: 0.25` for the tail of a line: floats with three significant digits, underscores as dashes."""
+    """`a: 1, b: 0.25` for the tail of a line: floats with three significant digits, underscores as dashes, what
+    cannot be printed escaped: no value begins a line of its own."""
     return ", ".join(f"{name.replace('_', '-')}: {_shown(value)}" for name, value in values.items())
 
 
 def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
-    return str(value)
+    text = str(value)
+    return text if text.isprintable() else repr(text)

@@ -50,6 +50,10 @@ def test_fields_are_short_and_readable() -> None:
     assert fields(a=1, b_c=1234.5678, d=0.000123456, e="x") == "a: 1, b-c: 1234.57, d: 0.000123, e: x"
 
 
+def test_no_value_begins_a_line_of_its_own() -> None:
+    assert fields(rid="x\n[2026-01-01 00:00:00] y", other="é") == r"rid: 'x\n[2026-01-01 00:00:00] y', other: é"
+
+
 @pytest.mark.usefixtures("root_as_before")
 def test_json_lines_are_objects_with_the_fields_of_their_call(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("info", "TP1 PP0", "json")
