@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,8 +84,8 @@ def _parsed(number: int, raw: bytes) -> BatchLine | BadLine:
     if not isinstance(given, dict):
         return bad(f"a JSON {type(given).__name__}, expected an object")
     named = given.get("custom_id")
-    if not isinstance(named, str) or not named:
-        return bad(f"custom_id: got {shown(named)}, expected a text")
+    if not isinstance(named, str) or not named or named.encode(errors="replace").decode() != named:
+        return bad(f"custom_id: got {shown(named)}, expected a text that is valid Unicode")
     custom_id = named
     body = given.get("body")
     for field, value, right, expected in (
@@ -116,12 +117,13 @@ def bad_line(line: BadLine) -> bytes:
 
 def _line(custom_id: str | None, **rest: Any) -> bytes:
     found = {"id": f"batch_req_{new_rid()}", "custom_id": custom_id, **rest}
-    return json.dumps(found, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(found, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"  # as JSON escapes them
 
 
 def done_before(path: str) -> tuple[set[str], set[int]]:
     """The custom_ids that an output has an answer of, and the numbers of the lines that it says are bad. What follows
-    the last whole line is cut off: the run before was ended there. Raises ConfigError: it is no output of a batch."""
+    the last whole line is cut off: the run before was ended there. Raises ConfigError: it is no output of a batch, or
+    cannot be written."""
     answered: set[str] = set()
     bad: set[int] = set()
     try:
@@ -134,7 +136,8 @@ def done_before(path: str) -> tuple[set[str], set[int]]:
                 _note(path, number, raw, answered, bad)
             file.truncate(end)
     except FileNotFoundError:
-        return answered, bad
+        if not os.access(folder := Path(path).parent, os.W_OK):
+            raise ConfigError(f"batch: cannot write {path}: {folder} is no folder that can be written to") from None
     except OSError as error:
         raise ConfigError(f"batch: cannot write {path}: {error.strerror}") from None
     return answered, bad

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from serinus.cli import main
-from serinus.cli.batch_file import BadLine, BatchLine, done_before, lines_of
+from serinus.cli.batch_file import BadLine, BatchLine, answer_line, done_before, lines_of
 from serinus.core.errors import ConfigError
 from serinus.models.small_checkpoints import make_toy
 from serinus.testing.fake_engine import FakeEngine
@@ -114,6 +114,7 @@ def test_bad_lines_and_refused_requests_are_told_and_not_lost(
     [
         ("[]", "a JSON list, expected an object"),
         ({"method": "POST"}, "custom_id: got None, expected a text"),
+        (ask("x\ud800"), r"custom_id: got 'x\ud800', expected a text that is valid Unicode"),
         (ask("x", url="/v1/embeddings"), "url: got '/v1/embeddings', expected one of /v1/chat/completions"),
         (ask("x", body=[]), "body: got [], expected an object"),
         (ask("x", body={"stream": True}), "body.stream: got True, expected false"),
@@ -124,6 +125,13 @@ def test_a_line_that_is_no_request_says_why(tmp_path: Path, line: Any, said: str
     (found,) = lines_of(str(write(tmp_path / "in.jsonl", line)))
     assert isinstance(found, BadLine)
     assert said in found.reason
+
+
+def test_half_a_character_in_an_answer_is_written_as_it_came(tmp_path: Path) -> None:
+    (found,) = lines_of(str(write(tmp_path / "in.jsonl", ask("x"))))
+    assert isinstance(found, BatchLine)
+    row = json.loads(answer_line(found, 200, "", rb'{"text": "\ud800"}'))
+    assert row["response"]["body"] == {"text": "\ud800"}
 
 
 def test_lines_are_counted_as_editors_do_and_bodies_stay_as_they_are(tmp_path: Path) -> None:
@@ -149,6 +157,7 @@ def test_a_file_that_is_no_output_of_a_batch_is_left_alone(tmp_path: Path) -> No
         (["model", "-i", "a", "-o", "b", "--url", "http://h:1"], "expected either a model"),
         (["-i", "a", "-o", "b", "--url", "http://h:1", "--max-concurrency", "0"], "expected at least 1"),
         (["-i", "nowhere", "-o", "b", "--url", "http://h:1"], "cannot read nowhere"),
+        (["-i", "/dev/null", "-o", "none/b", "--url", "http://h:1"], "batch: cannot write none/b: none is no folder"),
     ],
 )
 def test_wrong_command_lines_are_refused(
