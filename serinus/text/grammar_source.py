@@ -64,4 +64,4 @@ def _alternatives(text: str) -> str:
     choices = json_of(text, "a list of texts")
     if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
         raise BadRequest("grammar", choices, "a list of texts that are not empty, at least one")
-    return " | ".join(map(literal, choices))
+    return " | ".join(map(literal, dict.fromkeys(choices)))

@@ -6,10 +6,12 @@ Knows no requests. Torch-free; the library is imported when the first vocabulary
 
 from __future__ import annotations
 
+import json
 import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -26,8 +28,10 @@ _COMPILED_MAX = 64
 """Grammars that are kept compiled; the one that was wanted least lately goes."""
 _REASON_CHARS = 300
 _SYMBOLS_MAX = 200_000
-"""Symbols of a grammar at most, which takes the library well below a second; its limits of the work for one mask are as
-it has them."""
+"""Symbols of a grammar at most, which takes the library well below a second; its other limits of the work for one mask
+are as it has them."""
+_ITEMS_MAX = 20_000
+"""Rules that may be under way at one place of a text: a choice is one, an optional property up to four."""
 _STATES_MAX = 50_000
 """States that the texts of one grammar may reach at most: 1 or 2 KB each."""
 _PROBE = 'Probe {"a b": [1, -2.5], "c": true}'
@@ -77,6 +81,10 @@ class GrammarCompiler:
         described = cast(Any, _Bytes(named, self.width, self.end_id))
         return llguidance.LLTokenizer(described, n_vocab=self.width, eos_token=self.end_id, slices=[])
 
+    def _library_of(self, grammar: Grammar) -> Any:
+        """The tokenizer that a grammar is compiled with."""
+        return self._library
+
     def knows(self, grammar: Grammar) -> bool:
         """Whether it is compiled."""
         with self._lock:
@@ -107,9 +115,10 @@ class GrammarCompiler:
         source = library_source(grammar, self.special_ids)
         try:
             limits = llguidance.LLParserLimits(
-                max_grammar_size=_SYMBOLS_MAX, max_lexer_states=_STATES_MAX, verbose_errors=False
-            )
-            matcher = llguidance.LLMatcher(self._library, source, log_level=0, limits=limits)
+                max_grammar_size=_SYMBOLS_MAX, max_lexer_states=_STATES_MAX, max_items_in_row=_ITEMS_MAX,
+                verbose_errors=False,
+            )  # fmt: skip
+            matcher = llguidance.LLMatcher(self._library_of(grammar), source, log_level=0, limits=limits)
             wrong = matcher.get_error() if matcher.is_error() else ""
         except Exception as error:  # as above
             raise _wrong(grammar, str(error)) from error
@@ -134,10 +143,27 @@ class _Bytes:
         return []
 
 
+class _Spelled:
+    """A tokenizer, as the library wants one, that has the tokens of one and makes them of a text as another does."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, known: Any, plain: Any, end_id: int) -> None:
+        self.eos_token_id = end_id
+        self.special_token_ids = [at for at in range(known.vocab_size) if known.is_special_token(at)]
+        self.tokens = [known.decode_bytes([at]) for at in range(known.vocab_size)]
+        self._plain = plain
+
+    def __call__(self, text: str) -> list[int]:
+        return list(self._plain.tokenize_str(text))
+
+
 class GrammarVocabulary(GrammarCompiler):
     """The vocabulary as grammars see it, and the grammars that were compiled for it.
 
-    Cost: about 0.6 s for 150,000 tokens, most of it with the GIL; 180 MB.
+    Cost: about 0.6 s for 150,000 tokens, most of it with the GIL; 180 MB. Three times that once a grammar with the text
+    of a special token has come.
     """
 
     def _read(self, tokenizer: Tokenizer) -> Any:
@@ -147,7 +173,25 @@ class GrammarVocabulary(GrammarCompiler):
         read_back = library.decode_str(tokenizer.encode(_PROBE, add_special_tokens=False))
         if read_back.strip() != _PROBE:
             raise ValueError(f"it writes {read_back!r} for {_PROBE!r}")
+        added = tokenizer.added_texts.items()
+        self._named = [text for text, at in added if text and at < self.width and library.is_special_token(at)]
+        self._tokenizer = tokenizer
         return library
+
+    def _library_of(self, grammar: Grammar) -> Any:
+        written = grammar.text.replace("\\", "")
+        return self._spelling if any(text in written for text in self._named) else self._library
+
+    @cached_property
+    def _spelling(self) -> Any:
+        """The same, but no text is an added token: where a grammar leaves no choice the library makes tokens of the
+        text, and gives up where one is special, which it takes for no text. Cost: that of two more."""
+        import llguidance
+
+        described = json.dumps({**json.loads(self._tokenizer.described), "added_tokens": []})
+        plain = llguidance.LLTokenizer(described, eos_token=0, slices=[])
+        spelled = cast(Any, _Spelled(self._library, plain, self.end_id))
+        return llguidance.LLTokenizer(spelled, n_vocab=self.width, eos_token=self.end_id)
 
     def begin(self, grammar: Grammar) -> GrammarState:
         """The state before the first token. Raises what `compile` does. Cost: some 10 us where the grammar is known."""

@@ -11,8 +11,9 @@ import pytest
 
 from serinus.core.errors import BadRequest
 from serinus.core.grammar import GRAMMAR_NAMES, Grammar, GrammarKind
-from serinus.testing.small_tokenizers import make_piece_tokenizer
+from serinus.testing.small_tokenizers import make_byte_tokenizer, make_piece_tokenizer
 from serinus.text import GrammarCompiler, GrammarFailed, GrammarVocabulary, Tokenizer, load_tokenizer
+from serinus.text.grammar_source import library_source
 
 INTEGER = {"type": "json_schema", "json_schema": {"type": "integer"}}
 
@@ -236,6 +237,58 @@ def test_whitespace_between_tokens_of_json_has_an_end(vocabulary: GrammarVocabul
     ):
         found = taken(vocabulary, tokenizer, grammar, "{" + " " * 50 + "}")
         assert found == "{" + " " * most + "|"
+
+
+def forced(vocabulary: GrammarVocabulary, grammar: Grammar) -> list[int]:
+    """An answer of the first token that may come, each time."""
+    state, words_RW = vocabulary.begin(grammar), np.zeros((1, 9), np.int32)
+    while vocabulary.allow([state], words_RW) == [False]:
+        state.follow([int(np.flatnonzero(np.unpackbits(words_RW.view(np.uint8), bitorder="little"))[0])])
+    return state.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        ("regex", "<think>a{3}</think>", "<think>aaa</think>"),
+        ("regex", "<eos>", "<eos>"), ("choice", ["<pad>"], "<pad>"),
+        ("json_schema", {"const": "日<pad>"}, '"日<pad>"'),
+        ("structural_tag", {"format": {**CALLS, "content": {"type": "const_string", "value": "<think>"}}},
+         "<pad>a<think>;"),
+    ],
+)  # fmt: skip
+def test_text_that_is_forced_may_read_as_a_special_token(
+    vocabulary: GrammarVocabulary, tokenizer: Tokenizer, kind: Any, value: Any, text: str
+) -> None:
+    ids = forced(vocabulary, Grammar.of(kind, value))
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    named = [token for token in ids if token in tokenizer.added_texts.values()]
+    assert named == ([tokenizer.added_texts["<pad>"]] if kind == "structural_tag" else [])
+
+
+def test_a_special_token_that_a_pattern_escapes_is_seen_in_it(tmp_path: Path) -> None:
+    file = make_byte_tokenizer(tmp_path) / "tokenizer.json"
+    file.write_text(file.read_text(encoding="utf-8").replace("<think>", "<|x|>"), encoding="utf-8")
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.decode(forced(GrammarVocabulary(tokenizer, width=280), Grammar("regex", r"<\|x\|>a"))) == "<|x|>a"
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        ("choice", [f"c{number}" for number in range(2500)], "c2499+."),
+        ("json_schema", {"properties": {f"p{number}": {"type": "integer"} for number in range(600)}}, '{"p7": 1}+.'),
+    ],
+)
+def test_a_grammar_may_have_many_branches(
+    vocabulary: GrammarVocabulary, tokenizer: Tokenizer, kind: Any, value: Any, text: str
+) -> None:
+    assert taken(vocabulary, tokenizer, Grammar.of(kind, value), text.rstrip("+.")) == text
+
+
+def test_a_choice_that_is_given_twice_is_one() -> None:
+    twice, once = (library_source(Grammar.of("choice", each), {}) for each in (["a", "b", "a"], ["a", "b"]))
+    assert twice == once
 
 
 def test_a_tokenizer_that_the_library_reads_wrongly_is_not_used(tmp_path: Any) -> None:
