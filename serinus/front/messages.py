@@ -14,6 +14,7 @@ from serinus.front.conversation import Conversation, prepare
 from serinus.front.exchange import HttpExchange
 from serinus.front.parse import fields_as
 from serinus.front.render import encode
+from serinus.front.response_items import text_field
 from serinus.front.schemas import ChatBody, JsonSchemaFormat, ResponseFormat
 from serinus.front.state import Front
 from serinus.text import DeltaKind
@@ -144,11 +145,13 @@ def _messages_of(where: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result" and role == "user":
             shown = _plain(f"{at}.content", block.get("content") or "")
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": shown})
+            results.append({"role": "tool", "tool_call_id": text_field(at, block, "tool_use_id"), "content": shown})
         elif kind == "tool_use" and role == "assistant":
-            arguments = encode(block.get("input") or {}).decode()
-            function = {"name": block.get("name"), "arguments": arguments}
-            call = {"id": block.get("id"), "type": "function", "function": function}
+            given = block.get("input") or {}
+            if not isinstance(given, dict):
+                raise BadRequest(f"{at}.input", given, "an object")
+            function = {"name": text_field(at, block, "name"), "arguments": encode(given).decode()}
+            call = {"id": text_field(at, block, "id"), "type": "function", "function": function}
             said.setdefault("tool_calls", []).append(call)
         elif kind == "thinking" and role == "assistant":
             said["reasoning_content"] = said.get("reasoning_content", "") + str(block.get("thinking", ""))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from serinus.core.errors import BadRequest
+from serinus.text import call_arguments
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "reasoning_text": "text"}
@@ -40,12 +41,13 @@ class _Messages:
         if kind == "message":
             self._message(where, item)
         elif kind == "function_call":
-            call = {"id": _text(where, item, "call_id"), "type": "function"}
-            function = {"name": _text(where, item, "name"), "arguments": _text(where, item, "arguments")}
+            call = {"id": text_field(where, item, "call_id"), "type": "function"}
+            function = {"name": text_field(where, item, "name"), "arguments": text_field(where, item, "arguments")}
+            call_arguments(f"{where}.arguments", function["arguments"])
             self._assistant().setdefault("tool_calls", []).append({**call, "function": function})
         elif kind == "function_call_output":
             content = _content(f"{where}.output", item.get("output"))
-            self._push({"role": "tool", "tool_call_id": _text(where, item, "call_id"), "content": content})
+            self._push({"role": "tool", "tool_call_id": text_field(where, item, "call_id"), "content": content})
         elif kind == "reasoning":
             parts = item.get("content") or []
             if text := _content(f"{where}.content", parts):
@@ -86,7 +88,8 @@ class _Messages:
         return [*system, *self._messages, *turn]
 
 
-def _text(where: str, item: dict[str, Any], name: str) -> str:
+def text_field(where: str, item: dict[str, Any], name: str) -> str:
+    """The text that a field of an object is. Raises BadRequest."""
     value = item.get(name)
     if not isinstance(value, str):
         raise BadRequest(f"{where}.{name}", value, "a text")
@@ -108,5 +111,5 @@ def _content(where: str, content: Any) -> str:
             raise BadRequest(
                 f"{at}.type", part.get("type"), f"one of {', '.join(_TEXTS)} (this server reads text only)"
             )
-        texts.append(_text(at, part, field))
+        texts.append(text_field(at, part, field))
     return "".join(texts)

@@ -16,7 +16,7 @@ from serinus.text.forced_calls import forced_tag
 from serinus.text.generation import GenerationConfig, load_generation_config, tokenizer_eos_ids
 from serinus.text.grammar_source import grammar_rules
 from serinus.text.grammars import GrammarCompiler, GrammarFailed, GrammarState, GrammarVocabulary
-from serinus.text.messages import checked_messages
+from serinus.text.messages import call_arguments, checked_messages
 from serinus.text.output import OutputProcessor
 from serinus.text.reasoning import ReasoningFormat
 from serinus.text.stops import StopTexts
@@ -44,6 +44,7 @@ __all__ = [
     "answer_of",
     "answer_style",
     "byte_of_char",
+    "call_arguments",
     "checked_messages",
     "forced_tag",
     "grammar_rules",

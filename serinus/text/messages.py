@@ -91,13 +91,14 @@ def _calls(where: str, calls: Any, has_short_ids: bool) -> list[dict[str, Any]]:
         call_id = call.get("id", "")
         if not isinstance(call_id, str):
             raise BadRequest(f"{at}.id", call_id, "a text")
-        arguments = _arguments(f"{at}.function.arguments", function.get("arguments"))
+        arguments = call_arguments(f"{at}.function.arguments", function.get("arguments"))
         shown = {**call, "id": _short(call_id) if has_short_ids else call_id, "type": "function"}
         plain.append({**shown, "function": {**function, "arguments": arguments}})
     return plain
 
 
-def _arguments(where: str, given: Any) -> _Arguments:
+def call_arguments(where: str, given: Any) -> _Arguments:
+    """The arguments of a call, an object or its JSON. Raises BadRequest, by the name `where`."""
     value = given
     if given is None or given == "":
         value = {}

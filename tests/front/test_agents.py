@@ -232,6 +232,8 @@ def test_a_message_that_breaks_midway_ends_with_anthropics_error(
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "function_call"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "text only"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments", "a text"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[]"}]}, "input[0].arguments",
+         "got '[]', expected the JSON of an object"),
         ({"n": 2}, "n", "one answer"),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"max_output_tokens": 9999}, "max_output_tokens", "at most"),
@@ -348,12 +350,24 @@ def test_a_message_is_held_to_the_schema_of_its_output_config(scripted: tuple[Ru
     assert asked.request.sampling.grammar == Grammar.of("json_schema", schema)
 
 
+def used(change: dict[str, Any]) -> dict[str, Any]:
+    """A conversation with a call that is wrong."""
+    block = {"type": "tool_use", "id": "t", "name": "f", "input": {}, **change}
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [block]}]
+    return {"system": "Be short.", "messages": said}
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+        (used({"id": 5}), "messages[1].content[0].id"),
+        (used({"name": None}), "messages[1].content[0].name"),
+        (used({"input": "x"}), "messages[1].content[0].input"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": 5, "content": "x"}]}]},
+         "messages[0].content[0].tool_use_id"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"tools": [ANTHROPIC_WEATHER], "tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"tools": [ANTHROPIC_WEATHER], "tool_choice": {"type": ["a"]}}, "tool_choice.type"),
