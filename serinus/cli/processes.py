@@ -56,14 +56,19 @@ async def start_server(config: ConfigTree, **options: Any) -> tuple[asyncio.subp
     """Start a `serinus serve` that is told these settings; the process, and the file descriptor of `read_report`.
     `options`: more, as `create_subprocess_exec` takes them."""
     read_end, write_end = os.pipe()
-    process = await asyncio.create_subprocess_exec(
-        *server_words("serve", write_end),
-        stdin=asyncio.subprocess.PIPE,
-        pass_fds=(write_end,),
-        process_group=0,  # Ctrl-C reaches this process alone, which stops its servers in their order
-        **options,
-    )
-    os.close(write_end)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *server_words("serve", write_end),
+            stdin=asyncio.subprocess.PIPE,
+            pass_fds=(write_end,),
+            process_group=0,  # Ctrl-C reaches this process alone, which stops its servers in their order
+            **options,
+        )
+    except OSError:
+        os.close(read_end)
+        raise
+    finally:
+        os.close(write_end)
     assert process.stdin is not None, "cli: a child without stdin"
     process.stdin.write(child_order(config))
     return process, read_end

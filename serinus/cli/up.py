@@ -324,11 +324,20 @@ class _Group:
                 return
             if self._clock.now() - born > _STEADY_S:
                 member.restarts = 0
+            await self._spawn_again(member, f"ended with exit code {code}")
+
+    async def _spawn_again(self, member: Member, why: str) -> None:
+        """After a pause; after another, longer one where the machine has no process or no file left for it."""
+        while why:
             pause = _BACKOFF_S[min(member.restarts, len(_BACKOFF_S) - 1)]
             member.restarts += 1
-            _log.warning("serinus: %s ended with exit code %s, restart in %g s", member.name, code, pause)
+            _log.warning("serinus: %s %s, restart in %g s", member.name, why, pause)
             await asyncio.sleep(pause)
-            await self._spawn(member)
+            try:
+                await self._spawn(member)
+                why = ""
+            except OSError as error:
+                why = f"could not be started ({error})"
 
     def _fail(self, reason: str, code: int) -> None:
         if not self._ending:

@@ -55,11 +55,11 @@ class Circuit:
         """A request goes there; `succeeded`, `failed` or `left` follows."""
         self._trying = self.state(now) is CircuitState.HALF_OPEN
 
-    def succeeded(self) -> None:
-        """The engine answered a request."""
+    def succeeded(self, now: float) -> None:
+        """The engine answered a request. One that was sent before the circuit opened does not close it."""
         self._trying = False
         self._failures = 0
-        if self._opened_at is not None:
+        if self.state(now) is CircuitState.HALF_OPEN:
             self._successes += 1
             if self._successes >= self._limits.successes:
                 self._opened_at, self._successes = None, 0

@@ -263,5 +263,12 @@ class HttpExchange:
             self.headers.extend(getattr(err, "headers", ()))
             await self.reply(status, error_at(self.path, body), b"application/json")
         else:
-            self.status = status
+            await self.end_failed(status, error_at(self.path, body))
+
+    async def end_failed(self, status: int, body: bytes) -> None:
+        """End a stream that has begun with an error; clients of Anthropic's skip events that have no name."""
+        self.status = status
+        if self.path.startswith("/v1/messages"):
+            await self.end(b"event: error\ndata: " + body + b"\n\n")
+        else:
             await self.end(b"data: " + body + b"\n\ndata: [DONE]\n\n")

@@ -322,7 +322,7 @@ class Fleet:
 
     def answered(self, member: FleetEngine) -> None:
         """The engine answered a request."""
-        member.circuit.succeeded()
+        member.circuit.succeeded(self._clock.now())
         self._tell_circuit(member)
 
     def left(self, member: FleetEngine) -> None:

@@ -6,7 +6,7 @@ really cost takes the place of that, so a key may end up in debt and waits until
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serinus.core.errors import RateLimited
 from serinus.front.key_file import ApiKey
@@ -29,14 +29,17 @@ class LimitReached(RateLimited):
 
 @dataclass(slots=True)
 class _Bucket:
-    """Fills by so much a minute, up to that much; may be in debt."""
+    """Fills by so much a minute, up to that much; may be in debt. It is full where there was no limit before."""
 
-    level: float
-    at: float
+    level: float = 0.0
+    at: float = 0.0
+    per_minute: int = 0
+    """The limit when it was filled last; 0 = there was none."""
 
     def fill(self, per_minute: int, now: float) -> None:
-        self.level = min(per_minute, self.level + (now - self.at) * per_minute / _MINUTE_S)
-        self.at = now
+        filled = self.level + (now - self.at) * per_minute / _MINUTE_S
+        self.level = min(per_minute, filled) if self.per_minute else per_minute
+        self.at, self.per_minute = now, per_minute
 
     def wait_s(self, per_minute: int, wanted: float) -> float:
         """Seconds until so much is there; 0 = it is."""
@@ -47,8 +50,8 @@ class _Bucket:
 class _Used:
     """What one key has."""
 
-    requests: _Bucket
-    tokens: _Bucket
+    requests: _Bucket = field(default_factory=_Bucket)
+    tokens: _Bucket = field(default_factory=_Bucket)
     running: int = 0
 
 
@@ -64,10 +67,7 @@ class KeyLimits:
 
     def begin(self, key: ApiKey, body_bytes: int, now: float) -> int:
         """A request comes; the tokens that it holds, to be given to `end`. Raises LimitReached."""
-        used = self._used.get(key.name)
-        if used is None:
-            used = _Used(_Bucket(key.requests_per_minute, now), _Bucket(key.tokens_per_minute, now))
-            self._used[key.name] = used
+        used = self._used.setdefault(key.name, _Used())
         if 0 < key.max_concurrent_requests <= used.running:
             raise LimitReached(key, "max_concurrent_requests", f"has {used.running} requests being answered", 1.0)
         used.requests.fill(key.requests_per_minute, now)

@@ -255,8 +255,7 @@ class Router:
             if not exchange.started:
                 await exchange.reply(upstream.status, body, content_type.encode("latin-1"))
             else:  # the engine before this one had sent comments when it broke
-                exchange.status = upstream.status
-                await exchange.end(b"data: " + body + b"\n\ndata: [DONE]\n\n")
+                await exchange.end_failed(upstream.status, body)
             return
         if not exchange.started:
             await exchange.open_stream()
@@ -276,6 +275,10 @@ class Router:
                 if _LOST in events and others:
                     raise UpstreamBroken(f"front: {upstream.url} broke before the first token")
                 prefilled()
+            elif _LOST in events:  # its engine died, and its front lives and says so
+                if (last := events.rfind(b"\n\n", 0, events.index(_LOST))) >= 0:
+                    await exchange.push(events[: last + 2])
+                raise UpstreamBroken(f"front: {upstream.url} broke in the middle of the stream")
             await exchange.push(events)
         await exchange.end(rest)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from serinus.core.errors import ConfigError
 from serinus.core.settings import ModelSettings, ServerSettings
@@ -72,7 +73,13 @@ def split_alias(where: str) -> tuple[str, str]:
     """Name of the model (empty = the engine's own) and URL of NAME=http://host:port. Raises ConfigError."""
     head, found, tail = where.partition("=")
     name, url = (head.strip(), tail.strip()) if found and "://" not in head else ("", where)
-    if not url.startswith(("http://", "https://")) or (found and "://" not in head and not name):
+    try:
+        place = urlsplit(url)
+        is_url = place.scheme in ("http", "https") and bool(place.port or place.hostname)
+        (place.hostname or "").encode("idna")
+    except ValueError:  # a port that is none, or a host
+        is_url = False
+    if not is_url or (found and "://" not in head and not name):
         raise ConfigError(f"front: engine address {where!r}, expected http(s)://host:port or MODEL=http(s)://host:port")
     return name, url.rstrip("/")
 

@@ -69,7 +69,8 @@ class Upstream:
     async def send(self, method: str, path: str, headers: _Headers, body: bytes) -> None:
         """Send the request and read the head of the answer. Raises NotConnected, UpstreamBroken."""
         own = [("host", self._authority), ("connection", "close"), ("content-length", str(len(body)))]
-        request = h11.Request(method=method, target=path, headers=[*own, *headers])
+        encoded = [(name.encode(), value.encode("latin-1")) for name, value in (*own, *headers)]  # as it was decoded
+        request = h11.Request(method=method, target=path, headers=encoded)
         events: list[h11.Event] = [request, h11.Data(data=body), h11.EndOfMessage()]
         try:
             async with asyncio.timeout(self._connect_s_max):

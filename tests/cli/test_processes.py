@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -285,6 +286,20 @@ def test_up_starts_a_dead_engine_again_and_takes_all_down_with_it(
         for pid in left:
             wait_until_gone(pid)
             assert not is_alive(pid)
+
+
+@pytest.mark.proof
+def test_an_engine_that_cannot_be_started_again_is_tried_again(toy: Path) -> None:
+    """A machine without a free process, or file, is so for a moment."""
+    with Server("up", str(toy), *SMALL, "--prefill", "0", "--decode", "1") as server:
+        allowed = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+        engine = child_pid(server, "--child")
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (3, allowed[1]))
+        os.kill(engine, signal.SIGKILL)
+        server.wait_line(r"could not be started \(.*Too many open files\), restart in 1 s")
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, allowed)
+        server.wait_line("is back after")
+        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
 
 
 @pytest.mark.proof

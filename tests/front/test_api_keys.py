@@ -140,6 +140,17 @@ def test_requests_and_tokens_come_back_with_time_and_debt_is_waited_for() -> Non
     limits.begin(key, 0, 95.0)
 
 
+def test_a_limit_that_a_key_gets_later_begins_full_whatever_it_used_before() -> None:
+    limits, free = KeyLimits(), ApiKey(name="k")
+    for number in range(1000):
+        limits.end(free, limits.begin(free, 400, number / 10), 5000)
+    limited = ApiKey(name="k", requests_per_minute=2, tokens_per_minute=600)
+    for _ in range(2):
+        limits.end(limited, limits.begin(limited, 4, 100.0), 1)
+    with pytest.raises(RateLimited, match="requests_per_minute = 2"):
+        limits.begin(limited, 4, 100.0)
+
+
 def test_so_many_at_once_and_a_new_file_changes_limits_not_what_is_used() -> None:
     limits, key = KeyLimits(), ApiKey(name="k", max_concurrent_requests=2)
     held = [limits.begin(key, 0, 0.0) for _ in range(2)]

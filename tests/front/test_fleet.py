@@ -117,8 +117,10 @@ def test_in_turn_means_whatever_they_have_to_do_and_least_loaded_whatever_they_h
 def test_a_circuit_opens_after_failures_in_a_row_and_closes_after_successes() -> None:
     circuit = Circuit(CircuitLimits(failures=3, successes=2, open_s=30.0))
     assert [circuit.failed(1.0), circuit.failed(2.0)] == [False, False]
-    circuit.succeeded()
+    circuit.succeeded(2.0)
     assert [circuit.failed(3.0), circuit.failed(4.0), circuit.failed(5.0)] == [False, False, True]
+    for now in (6.0, 7.0, 8.0):
+        circuit.succeeded(now)  # sent before it opened: a long stream
     assert (circuit.state(34.9), circuit.lets_in(34.9)) == (CircuitState.OPEN, False)
     assert (circuit.state(35.0), circuit.lets_in(35.0)) == (CircuitState.HALF_OPEN, True)
     circuit.sent(35.0)
@@ -130,7 +132,7 @@ def test_a_circuit_opens_after_failures_in_a_row_and_closes_after_successes() ->
     for now in (67.0, 68.0):
         assert circuit.state(now) is CircuitState.HALF_OPEN
         circuit.sent(now)
-        circuit.succeeded()
+        circuit.succeeded(now)
     assert circuit.state(68.0) is CircuitState.CLOSED
     assert not circuit.failed(69.0)
 
@@ -299,6 +301,9 @@ def test_the_last_engine_may_be_drained_and_called_back_before_it_has_left(route
     ("method", "query", "body", "status", "said"),
     [
         ("POST", "", {"url": "a:1"}, 400, "url: got 'a:1', expected http://host:port"),
+        ("POST", "", {"url": "http://"}, 400, "url: got 'http://', expected http://host:port"),
+        ("POST", "", {"url": "http://a:99999999"}, 400, "url: got 'http://a:99999999', expected"),
+        ("POST", "", {"url": "http://a..b:1"}, 400, "url: got 'http://a..b:1', expected"),
         ("POST", "", {"url": "http://a:1", "worker_type": "encode"}, 400, "expected one of decode, regular"),
         ("POST", "", {"uri": "http://a:1"}, 400, "uri"),
         ("DELETE", "?url=http://nobody:1", None, 404, "got 'http://nobody:1', expected one of http://127.0.0.1"),

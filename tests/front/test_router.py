@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from contextlib import closing
 from typing import Any
@@ -223,6 +224,38 @@ def test_a_stream_that_breaks_midway_ends_with_an_error_event(route: Any) -> Non
         assert rows[-1] == "data: [DONE]"
         assert json.loads(rows[-2].removeprefix("data: "))["error"]["code"] == "service_unavailable"
         assert all(json.loads(row.removeprefix("data: ")) for row in rows[:-1])
+
+
+@pytest.mark.parametrize("how", ["the engine", "its server"])
+def test_a_stream_that_breaks_midway_is_an_error_to_clients_of_every_kind_and_counts(route: Any, how: str) -> None:
+    """Those of Anthropic skip events without a name: a half answer would look whole."""
+    with route(1, 0, cb_failure_threshold=1) as running:
+        running.decode[0].engine.step_s = 0.01  # it has minutes to go
+        body = {"model": "canary", "max_tokens": 90_000, "messages": [{"role": "user", "content": "x"}], "stream": True}
+        with running.http.stream("POST", "/v1/messages", json=body) as response:
+            parts = response.iter_bytes()
+            came = b""
+            while b"text_delta" not in came:
+                came += next(parts)
+            if how == "the engine":
+                running.decode[0].client.engine_gone("died of SIGKILL")
+            else:
+                running.decode[0].server.stop(now=True)
+            came += b"".join(parts)
+        *_, last = (event for event in came.decode().split("\n\n") if event)
+        name, data = last.split("\n")
+        said = json.loads(data.removeprefix("data: "))
+        assert (name, said["type"], said["error"]["code"]) == ("event: error", "error", "service_unavailable")
+        text = running.http.get("/metrics").text
+        assert re.search(r"serinus:router_broken_streams_total{[^}]*} 1.0", text)
+        assert running.http.get("/workers").json()["workers"][0]["circuit"] == "open"
+
+
+def test_headers_reach_the_engine_byte_for_byte(route: Any) -> None:
+    """Also where they are no ASCII."""
+    with route(1, 0) as running:
+        answer = running.http.post("/generate", json=GREEDY, headers={"user-agent": "Müller/1".encode()})
+        assert answer.status_code == 200
 
 
 def test_without_a_decode_engine_requests_get_503(route: Any) -> None:
