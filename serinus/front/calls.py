@@ -161,8 +161,8 @@ class Call:
                 index = len(self.sequences)
                 base = ask.rid or (request_id if count == 1 else f"{request_id}-{index}")
                 rid = base if not (ask.rid and ask.sampling.n > 1) else f"{base}-{choice}"
-                if len(rid) > NAME_MAX or client.has(rid):
-                    raise BadRequest("rid", rid, f"an id of at most {NAME_MAX} characters that is not in use")
+                if len(rid) > NAME_MAX or not rid.isprintable() or client.has(rid):
+                    raise BadRequest("rid", rid, f"an id of at most {NAME_MAX} printable characters, not in use")
                 output = OutputProcessor(tokenizer, ask.sampling, ask.prompt[-_TAIL_TOKENS:].tolist())
                 self.sequences.append(SequenceState(index, rid, ask, output))
         self._open = {sequence.rid: sequence for sequence in self.sequences}

@@ -101,6 +101,7 @@ def test_a_body_that_cannot_be_read_is_explained(front: RunningFront, raw: bytes
         ({"prompt": "x" * 300}, "prompt", "got 300, expected at most 255 tokens: the prompt has 300, the answer"),
         ({"prompt": [267]}, "prompt", "got 267, expected token ids from 0 to 266"),
         ({"prompt": [-1]}, "prompt", "got -1"),
+        ({"rid": "a line\nof a log"}, "rid", "expected an id of at most 256 printable characters"),
         ({"max_tokens": 0}, "max_tokens", "got 0, expected at least 1, or 0 together with echo"),
         ({"max_tokens": -5}, "max_tokens", "got -5"),
         ({"max_tokens": 256}, "max_tokens", "got 256, expected at most 255: the prompt has 1"),
