@@ -52,15 +52,16 @@ def ropes_of(
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, dict):
             raise config.fail(name, "an object")
+    old = {"rope_type": old["type"], **old} if old and "type" in old else old or {}  # wins, as in transformers
     theta, default = config.real("rope_theta", theta), RopeSpec(rotated=rotated, interleaved=interleaved)
     if local_theta is None:
-        return _rope(config, default, {**(old or {}), **(new or {})}, theta), None
+        return _rope(config, default, {**(new or {}), **old}, theta), None
     by_kind = {name: (new or {}).get(name) or {} for name in _KINDS_OF_LAYERS}
     if (new and not set(new) <= set(_KINDS_OF_LAYERS)) or not all(isinstance(v, dict) for v in by_kind.values()):
         raise config.fail("rope_parameters", f"objects named {', '.join(_KINDS_OF_LAYERS)}")
     local = config.real("rope_local_base_freq", local_theta)
     return (
-        _rope(config, default, {**(old or {}), **by_kind["full_attention"]}, theta),
+        _rope(config, default, {**by_kind["full_attention"], **old}, theta),
         _rope(config, default, by_kind["sliding_attention"], local),
     )
 

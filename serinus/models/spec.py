@@ -241,7 +241,10 @@ def load_spec(
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"models: no checkpoint at {str(path)!r}, expected a directory with a config.json")
-    config = ConfigFields(read_json(folder / "config.json"), overrides or {}, folder / "config.json")
+    values = read_json(folder / "config.json")
+    if "rope_parameters" in (overrides or {}):
+        values.pop("rope_scaling", None)  # which would win over them
+    config = ConfigFields(values, overrides or {}, folder / "config.json")
     architecture = _architecture(config, model_impl)
     if not config.flag("is_causal", True):
         raise config.fail("is_causal", "true: only models whose tokens see those before them are served")

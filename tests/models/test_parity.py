@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
 from serinus.kernels import load
 from serinus.models import load_model, load_spec
-from serinus.models.small_checkpoints import FAMILIES
+from serinus.models.small_checkpoints import FAMILIES, make_checkpoint
 from serinus.testing.direct import DirectEngine, DirectSeq
 from tests.models.parity import (
     GREEDY,
@@ -90,6 +92,25 @@ def test_prefill_here_and_decode_there_give_the_log_probabilities_of_transformer
 ) -> None:
     """Two prompts in chunks, the second behind a cached prefix; of gpt-oss and latent attention in their own files."""
     check_handed_over_with_a_prefix(checkpoints[family])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "scaling"),
+    [
+        ("qwen3", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
+        ("gemma3_text", {"rope_type": "linear", "factor": 2.0}),
+    ],
+)
+def test_a_rope_scaling_beside_rope_parameters_rotates_as_in_transformers(
+    tmp_path: Path, family: str, scaling: dict[str, Any]
+) -> None:
+    path = make_checkpoint(tmp_path, family, layers=7, tokenizer=False)
+    written = json.loads((path / "config.json").read_text())
+    overridden = load_spec(path, overrides={"rope_scaling": scaling})
+    (path / "config.json").write_text(json.dumps({**written, "rope_scaling": scaling}))
+    assert load_spec(path) == overridden
+    equals_transformers(path, "auto")
 
 
 @pytest.mark.slow

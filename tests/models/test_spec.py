@@ -110,6 +110,16 @@ def test_old_and_new_spellings_of_rope_and_dtype_are_the_same_model(tmp_path: Pa
     assert (one.rope, one.dtype, one.signature) == (two.rope, two.dtype, two.signature)
 
 
+def test_rope_scaling_wins_over_what_a_file_says_in_rope_parameters(tmp_path: Path) -> None:
+    new = {**BASE, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    scaling, other = {"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    path = write(tmp_path, {**new, "rope_scaling": scaling})
+    assert load_spec(path).rope == RopeSpec(theta=5e5, kind="linear", factor=4.0)
+    assert load_spec(path, overrides={"rope_parameters": other}).rope == RopeSpec(kind="linear", factor=2.0)
+    path = write(tmp_path, new)
+    assert load_spec(path, overrides={"rope_scaling": scaling}).rope == RopeSpec(theta=5e5, kind="linear", factor=4.0)
+
+
 def test_eos_ids_are_those_of_the_config(tmp_path: Path) -> None:
     spec = load_spec(write(tmp_path, {**BASE, "eos_token_id": [9, 7, 9], "bos_token_id": 1}, {"eos_token_id": 3}))
     assert (spec.eos_ids, spec.bos_id) == ((7, 9), 1)
