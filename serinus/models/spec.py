@@ -241,10 +241,7 @@ def load_spec(
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"models: no checkpoint at {str(path)!r}, expected a directory with a config.json")
-    values = read_json(folder / "config.json")
-    if "rope_parameters" in (overrides or {}):
-        values.pop("rope_scaling", None)  # which would win over them
-    config = ConfigFields(values, overrides or {}, folder / "config.json")
+    config = _fields(read_json(folder / "config.json"), overrides or {}, folder / "config.json")
     architecture = _architecture(config, model_impl)
     if not config.flag("is_causal", True):
         raise config.fail("is_causal", "true: only models whose tokens see those before them are served")
@@ -313,16 +310,27 @@ def _by_transformers(folder: Path, architecture: str, overrides: Mapping[str, An
     return transformers_fields(folder, architecture)
 
 
+def _fields(values: Mapping[str, Any], overrides: Mapping[str, Any], source: Path) -> ConfigFields:
+    """A config.json with overrides on top; of a model of text and images, what its text model has, of both."""
+    whole = ConfigFields(values, overrides, source)
+    named = whole.get("architectures")
+    if isinstance(named, list) and len(named) == 1 and named[0] in _MULTIMODAL:
+        text, changes = values.get("text_config") or {}, overrides.get("text_config") or {}
+        if not isinstance(text, dict) or not isinstance(changes, dict):
+            raise whole.fail("text_config", "an object")
+        tied = values.get("tie_word_embeddings")
+        # A null does not hide what the whole says.
+        values = {**values, **{name: value for name, value in text.items() if value is not None or name not in values}}
+        if tied is not None:
+            values["tie_word_embeddings"] = tied
+        overrides = {**changes, **overrides, "architectures": [_MULTIMODAL[named[0]]]}
+    if "rope_parameters" in overrides:
+        values = {**values, "rope_scaling": None}  # which would win over them
+    return ConfigFields(values, overrides, source)
+
+
 def _architecture(config: ConfigFields, model_impl: str) -> str:
     named = config.get("architectures")
-    if isinstance(named, list) and len(named) == 1 and named[0] in _MULTIMODAL:
-        text, tied = config.get("text_config"), config.get("tie_word_embeddings")
-        for name, value in (text if isinstance(text, dict) else {}).items():
-            if value is not None or name not in config.values:  # a null does not hide what the whole says
-                config.values[name] = value
-        if tied is not None:
-            config.values["tie_word_embeddings"] = tied
-        named = [_MULTIMODAL[named[0]]]
     if not isinstance(named, list) or not named or not isinstance(named[0], str):
         raise config.fail("architectures", f"a list with one of {', '.join(KNOWN_ARCHITECTURES)}")
     is_foreign = named[0] not in KNOWN_ARCHITECTURES and not (model_impl != "serinus" and _is_decoder(named[0]))

@@ -211,6 +211,18 @@ def test_of_a_multimodal_gemma_the_text_model_is_read_with_and_without_a_vision_
     assert load_spec(write(tmp_path, {**config, "vision_config": {"hidden_size": 8}})).prefix == "language_model."
 
 
+def test_overrides_lie_over_what_the_text_model_of_a_multimodal_checkpoint_says(tmp_path: Path) -> None:
+    text = {**BASE, **GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "tie_word_embeddings": True}
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "tie_word_embeddings": True}
+    path, kinds = write(tmp_path, whole), {"full_attention": {"rope_type": "linear", "factor": 2.0}}
+    changes: dict[str, Any] = {"max_position_embeddings": 128, "rope_parameters": kinds, "tie_word_embeddings": False}
+    for overrides in (changes, {"text_config": changes}):
+        spec = load_spec(path, overrides=overrides)
+        assert (spec.context_length, spec.rope.factor, spec.tied, spec.window) == (128, 2.0, False, 1000)
+    with pytest.raises(ConfigError, match="'text_config' is 3, expected an object"):
+        load_spec(path, overrides={"text_config": 3})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
