@@ -81,6 +81,8 @@ def _rope(config: ConfigFields, default: RopeSpec, given: Mapping[str, Any], def
     rotated = values.real("partial_rotary_factor", config.real("partial_rotary_factor", default.rotated))
     if rotated > 1.0:
         raise config.fail("partial_rotary_factor", "at most 1")
+    if values.get("llama_4_scaling_beta"):
+        raise values.fail("llama_4_scaling_beta", "0 or none: no family here scales queries by their positions")
     rope = RopeSpec(
         theta=values.real("rope_theta", default_theta), kind=kind, rotated=rotated,
         interleaved=config.flag("rope_interleave", default.interleaved),

@@ -35,10 +35,10 @@ KNOWN_ARCHITECTURES: tuple[str, ...] = (*sorted(FAMILIES), TOY_ARCHITECTURE)
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MULTIMODAL = {
-    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
-    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "gemma3_text"),
+    "Mistral3ForConditionalGeneration": ("MistralForCausalLM", "mistral"),
 }
-"""Architectures of which the text model is served, and its name."""
+"""Architectures of which the text model is served, its name and its `model_type`."""
 _TEXT_PREFIX = "language_model."
 
 
@@ -318,12 +318,16 @@ def _fields(values: Mapping[str, Any], overrides: Mapping[str, Any], source: Pat
         text, changes = values.get("text_config") or {}, overrides.get("text_config") or {}
         if not isinstance(text, dict) or not isinstance(changes, dict):
             raise whole.fail("text_config", "an object")
+        architecture, kind = _MULTIMODAL[named[0]]
+        model = ConfigFields(text, changes, source)
+        if model.get("model_type", kind) != kind:
+            raise model.fail("model_type", f"{kind!r} in text_config of {named[0]}: no other text model is served")
         tied = values.get("tie_word_embeddings")
         # A null does not hide what the whole says.
         values = {**values, **{name: value for name, value in text.items() if value is not None or name not in values}}
         if tied is not None:
             values["tie_word_embeddings"] = tied
-        overrides = {**changes, **overrides, "architectures": [_MULTIMODAL[named[0]]]}
+        overrides = {**changes, **overrides, "architectures": [architecture]}
     if "rope_parameters" in overrides:
         values = {**values, "rope_scaling": None}  # which would win over them
     return ConfigFields(values, overrides, source)

@@ -232,6 +232,14 @@ def test_overrides_lie_over_what_the_text_model_of_a_multimodal_checkpoint_says(
         ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "su"}}, "long_factor and short_factor"),
         ({"architectures": ["GlmForCausalLM"], "partial_rotary_factor": 1.5}, "at most 1"),
         ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0}, "'residual_multiplier' is 0"),
+        (
+            {**MISTRAL, "rope_parameters": {"llama_4_scaling_beta": 0.1}},
+            "'llama_4_scaling_beta' is 0.1, expected 0 or none",
+        ),
+        (
+            {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "ministral3"}},
+            "'model_type' is 'ministral3', expected 'mistral' in text_config of Mistral3ForConditionalGeneration",
+        ),
         ({"rope_scaling": {"rope_type": "alibi"}}, "rope type 'alibi' is not known"),
         ({**GEMMA2, "layer_types": ["chunked_attention"] * 4}, "'layer_types'"),
         ({**GEMMA2, "hidden_activation": "gelu"}, "'hidden_activation' is 'gelu'"),

@@ -30,6 +30,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "Starcoder2": {"num_key_value_heads": 2, "sliding_window": 24},
     "GraniteSWA": {"num_key_value_heads": 2, "sliding_window": 24},
     "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "Ministral3": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 4.0,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
     "StableLm": {},
 }
 """The last one's attention in transformers cannot be replaced."""
