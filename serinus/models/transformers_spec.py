@@ -44,6 +44,7 @@ def transformers_fields(folder: Path, architecture: str) -> dict[str, Any]:
         raise _refusal(architecture, f"its state is no paged KV ({', '.join(odd) or 'states, or an encoder'})")
     if not model._supports_attention_backend:
         raise _refusal(architecture, "its attention in transformers cannot be replaced (no attention interface)")
+    _check_rope(config, architecture)
     heads, hidden = config.num_attention_heads, config.hidden_size
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_size = getattr(config, "head_dim", None) or hidden // heads
@@ -60,6 +61,22 @@ def transformers_fields(folder: Path, architecture: str) -> dict[str, Any]:
         "context_length": config.max_position_embeddings,
         "through_transformers": True,
     }
+
+
+def _check_rope(config: Any, architecture: str) -> None:
+    """Raises ConfigError: how a position rotates would depend on what else is in its step."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *rope.values()):
+        if not isinstance(each, dict) or each.get("rope_type") != "longrope":
+            continue
+        original = each.get("original_max_position_embeddings") or config.max_position_embeddings
+        if original < config.max_position_embeddings:
+            raise _refusal(
+                architecture,
+                "rope_type is 'longrope', of which transformers chooses the factors by the longest sequence of a step,"
+                f" and original_max_position_embeddings {original}, expected at least max_position_embeddings ="
+                f" {config.max_position_embeddings}",
+            )
 
 
 def _refusal(architecture: str, reason: str) -> ConfigError:

@@ -138,6 +138,22 @@ def test_the_setting_chooses_whose_code_computes_a_model(make: Make, tmp_path: P
         LLM(str(make("Starcoder2")), model_impl="serinus", **settings)
 
 
+def test_a_rotation_that_depends_on_the_rest_of_a_step_is_refused(make: Make) -> None:
+    path = make("Starcoder2")
+    written = json.loads((path / "config.json").read_text())
+    for layers in (False, True):
+        for original in (64, 2048):
+            rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+                    "original_max_position_embeddings": original, "rope_theta": 1e4}  # fmt: skip
+            given = {"full_attention": rope} if layers else rope
+            (path / "config.json").write_text(json.dumps({**written, "rope_parameters": given}))
+            if original == 2048:
+                assert load_spec(path).context_length == 2048
+                continue
+            with pytest.raises(ConfigError, match=r"Starcoder2.*'longrope'.* 64, expected at least max_position_embed"):
+                load_spec(path)
+
+
 def test_what_cannot_run_so_is_refused_by_name(make: Make) -> None:
     path = make("Starcoder2")
     with pytest.raises(ConfigError, match=r"tp_size is 2 and pp_size 1 for Starcoder2ForCausalLM.* expected 1 of both"):
