@@ -42,6 +42,7 @@ class _Pass:
     kv: LayersKv
     table_RC: torch.Tensor
     hook: ForwardHook
+    context: int
     still: tuple[torch.Tensor, torch.Tensor]
     """Cosines and sines of no rotation: transformers rotated already."""
     seen: list[int] = field(default_factory=list)
@@ -59,11 +60,12 @@ class TransformersModel:
 
         Raises ConfigError: files are missing or wrong.
         """
-        from transformers import AttentionInterface, AutoModelForCausalLM
+        from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
         self.spec, self.dtype, self._kernels, self.has_kv_scales = spec, dtype, kernels, False
         maker: Any = AutoModelForCausalLM
         AttentionInterface.register(_NAME, _attend)
+        AttentionMaskInterface.register(_NAME, _window_of_mask)
         config = read_config(folder)
         common: dict[str, Any] = {"dtype": dtype, "attn_implementation": _NAME, "trust_remote_code": False}
         if dummy_seed is None:
@@ -106,7 +108,8 @@ class TransformersModel:
         way to them only transformers knows. Raises InvariantError: a layer's attention did not come through."""
         hook.before(batch)
         this = _Pass(
-            kernels=self._kernels, batch=batch, kv=kv, table_RC=tables[Part.FULL], hook=hook, still=self._still
+            kernels=self._kernels, batch=batch, kv=kv, table_RC=tables[Part.FULL], hook=hook, still=self._still,
+            context=self.spec.context_length,
         )  # fmt: skip
         found = self._model(
             input_ids=batch.tokens_T[None], position_ids=batch.positions_T[None], use_cache=False,
@@ -139,8 +142,14 @@ def _digest(folder: Path, files: Mapping[str, str], digests: TensorDigests) -> N
                 digests.add(name, opened.get_tensor(name))
 
 
+def _window_of_mask(*, use_vmap: bool = False, local_size: int | None = None, **_more: Any) -> int | None:
+    """In place of the mask that transformers would make for layers: its window, None where it is causal alone, and 0
+    where it is neither. `_attend` gets it as the mask."""
+    return 0 if use_vmap else local_size
+
+
 def _attend(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | int | None,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
     softcap: float | None = None, s_aux: torch.Tensor | None = None, **more: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
@@ -150,9 +159,15 @@ def _attend(
     if this is None:
         raise ConfigError(f"models: {type(module).__name__} does not pass on what its attention function is given")
     odd = [name for name in ("position_bias", "cu_seq_lens_q") if more.get(name) is not None]
-    if odd or attention_mask is not None or not getattr(module, "is_causal", True):
+    if odd or isinstance(attention_mask, torch.Tensor) or attention_mask == 0 or not getattr(module, "is_causal", True):
         said = ", ".join(odd) or "a mask of its own, or none that is causal"
         raise ConfigError(f"models: {type(module).__name__} cannot run over pages: its attention has {said}")
+    masked, told = (window if window and window < this.context else None for window in (attention_mask, sliding_window))
+    if masked != told:
+        raise ConfigError(
+            f"models: {type(module).__name__} cannot run over pages: transformers masks a window of {masked} and tells"
+            f" its attention function of {told}, expected the same sliding_window of both"
+        )
     (k_SHD, v_SHD), batch, kernels = this.kv[layer], this.batch, this.kernels
     tokens, (heads, size) = query.shape[2], query.shape[1::2]
     if key.shape[1::2] != k_SHD.shape[-2:] or value.shape != key.shape or size != k_SHD.shape[-1]:

@@ -45,6 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         },
     },
+    "Phimoe": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4096},
     "StableLm": {},
 }
 """The last one's attention in transformers cannot be replaced."""
@@ -152,6 +153,18 @@ def test_a_rotation_that_depends_on_the_rest_of_a_step_is_refused(make: Make) ->
                 continue
             with pytest.raises(ConfigError, match=r"Starcoder2.*'longrope'.* 64, expected at least max_position_embed"):
                 load_spec(path)
+
+
+@pytest.mark.parametrize(("kind", "masked", "told"), [("Phimoe", 24, None), ("Olmoe", None, 24)])
+def test_a_window_that_is_masked_and_not_told_or_told_and_not_masked_is_refused(
+    make: Make, kind: str, masked: int | None, told: int | None
+) -> None:
+    path = make(kind)
+    written = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**written, "sliding_window": 24}))
+    direct, _ = engine(path, torch.float32)
+    with pytest.raises(ConfigError, match=f"{kind}Attention.* masks a window of {masked} and tells its .* of {told}"):
+        direct.generate([direct.start(random_ids(7, 9), GREEDY, tokens=2)], 1)
 
 
 def test_what_cannot_run_so_is_refused_by_name(make: Make) -> None:
