@@ -30,6 +30,8 @@ class ExpertFamily:
     """What the shared expert adds is scaled by a sigmoid of its own."""
     dense_first: int = 0
     """`first_k_dense_replace` where the config does not name it."""
+    scale: float = 1.0
+    """`routed_scaling_factor` where the config does not name it."""
     biased: bool = False
     """Router and experts have biases."""
     gate: Literal["silu", "swiglu_oai"] = "silu"
@@ -108,7 +110,7 @@ def expert_fields(config: ConfigFields, family: ExpertFamily, layer_count: int) 
         shared_gate=family.shared_gate and shared > 0,
         sigmoid=family.sigmoid,
         normalized=config.flag("norm_topk_prob", family.normalized),
-        scale=config.real("routed_scaling_factor", 1.0),
+        scale=config.real("routed_scaling_factor", family.scale),
         corrected=family.corrected,
         groups=groups,
         groups_chosen=config.whole("topk_group", 1) if groups > 1 else 1,

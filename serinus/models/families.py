@@ -75,6 +75,10 @@ class Family:
     """`sliding_window_pattern` where the config has none."""
     norms: NormNames = LLAMA_NORMS
     """Names of a layer's norms."""
+    norm_eps: float = 1e-6
+    """`rms_norm_eps` (Cohere's: `layer_norm_eps`) where the config does not name it."""
+    tied: bool = False
+    """`tie_word_embeddings` where the config does not name it; of Gemma and Cohere it is true."""
     gemma: bool = False
     """What all Gemmas have: norm weights stored less 1, scaled embedding, GELU, tied."""
     query_scalar: float | None = None
@@ -116,15 +120,29 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "CohereForCausalLM": Family(cohere=True, norms=_COHERE_NORMS, interleaved=True, theta=500000.0),
+    "CohereForCausalLM": Family(norm_eps=1e-5, cohere=True, norms=_COHERE_NORMS, interleaved=True, theta=500000.0),
     "Cohere2ForCausalLM": Family(
-        cohere=True, norms=_COHERE_NORMS, interleaved=True, sliding=Sliding.PATTERN, window=4096, pattern=4
+        norm_eps=1e-5,
+        cohere=True,
+        norms=_COHERE_NORMS,
+        interleaved=True,
+        sliding=Sliding.PATTERN,
+        window=4096,
+        pattern=4,
     ),
     "GemmaForCausalLM": Family(gemma=True, qkv_bias=None, head_size=256, kv_head_count=16),
     "GlmForCausalLM": Family(
-        qkv_bias=None, output_bias=False, fused_mlp=True, head_size=128, kv_head_count=2, rotated=0.5, interleaved=True
+        norm_eps=1.5625e-07,
+        qkv_bias=None,
+        output_bias=False,
+        fused_mlp=True,
+        head_size=128,
+        kv_head_count=2,
+        rotated=0.5,
+        interleaved=True,
     ),
     "Glm4ForCausalLM": Family(
+        norm_eps=1.5625e-07,
         qkv_bias=None,
         output_bias=False,
         fused_mlp=True,
@@ -135,6 +153,7 @@ FAMILIES: Mapping[str, Family] = {
         norms=_GLM4_NORMS,
     ),
     "GptOssForCausalLM": Family(
+        norm_eps=1e-5,
         head_size=64,
         kv_head_count=8,
         sliding=Sliding.PATTERN,
@@ -151,7 +170,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen2ForCausalLM": Family(qkv_bias=True, sliding=Sliding.ABOVE, window=4096),
     "Qwen3ForCausalLM": Family(qk_norm=True, head_size=128, sliding=Sliding.ABOVE, window=4096),
     "MixtralForCausalLM": Family(
-        qkv_bias=False, kv_head_count=8, sliding=Sliding.ALL, theta=1e6, experts=ExpertFamily()
+        norm_eps=1e-5, qkv_bias=False, kv_head_count=8, sliding=Sliding.ALL, theta=1e6, experts=ExpertFamily()
     ),
     "Qwen2MoeForCausalLM": Family(
         qkv_bias=True,
@@ -163,6 +182,7 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=True, qkv_bias=None, sliding=Sliding.ALL, experts=ExpertFamily(normalized=False)
     ),
     "Glm4MoeForCausalLM": Family(
+        norm_eps=1e-5,
         qkv_bias=None,
         output_bias=False,
         qk_norm=True,
@@ -183,13 +203,14 @@ FAMILIES: Mapping[str, Family] = {
         qkv_bias=None,
         latent=True,
         interleaved=True,
-        experts=ExpertFamily(sigmoid=True, corrected=True, dense_first=3),
+        experts=ExpertFamily(sigmoid=True, corrected=True, dense_first=3, scale=2.5),
     ),
     "GraniteMoeForCausalLM": Family(multipliers=True, experts=ExpertFamily()),
     "GraniteMoeSharedForCausalLM": Family(multipliers=True, experts=ExpertFamily()),
     "GraniteMoeHybridForCausalLM": Family(multipliers=True, hybrid=True, experts=ExpertFamily()),
-    "Olmo2ForCausalLM": Family(qkv_bias=None, qk_norm_whole=True, norms=_OLMO_NORMS),
+    "Olmo2ForCausalLM": Family(norm_eps=1e-5, qkv_bias=None, qk_norm_whole=True, norms=_OLMO_NORMS),
     "Olmo3ForCausalLM": Family(
+        norm_eps=1e-5,
         qkv_bias=None,
         qk_norm_whole=True,
         norms=_OLMO_NORMS,
@@ -199,8 +220,10 @@ FAMILIES: Mapping[str, Family] = {
         theta=500000.0,
         local_rope=500000.0,
     ),
-    "Phi3ForCausalLM": Family(qkv_bias=False, fused_qkv=True, fused_mlp=True, sliding=Sliding.ALL),
-    "SmolLM3ForCausalLM": Family(mlp_bias=None, kv_head_count=4, sliding=Sliding.ABOVE, theta=2e6, plain_every=4),
+    "Phi3ForCausalLM": Family(norm_eps=1e-5, qkv_bias=False, fused_qkv=True, fused_mlp=True, sliding=Sliding.ALL),
+    "SmolLM3ForCausalLM": Family(
+        tied=True, mlp_bias=None, kv_head_count=4, sliding=Sliding.ABOVE, theta=2e6, plain_every=4
+    ),
     "Gemma2ForCausalLM": Family(
         gemma=True,
         norms=_GEMMA_NORMS,
@@ -254,8 +277,8 @@ def family_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
         "context_length": context,
         "rope": rope,
         "rope_swa": rope_swa,
-        "norm_eps": config.real("layer_norm_eps", 1e-5) if family.cohere else config.real("rms_norm_eps", 1e-6),
-        "tied": config.flag("tie_word_embeddings", family.gemma or family.cohere),
+        "norm_eps": config.real("layer_norm_eps" if family.cohere else "rms_norm_eps", family.norm_eps),
+        "tied": config.flag("tie_word_embeddings", family.tied or family.gemma or family.cohere),
         "qkv_bias": attention_bias,
         "output_bias": attention_bias and family.qkv_bias is None if family.output_bias is None else family.output_bias,
         "mlp_bias": config.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,

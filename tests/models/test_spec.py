@@ -17,6 +17,7 @@ import torch
 from serinus.core.errors import ConfigError
 from serinus.core.parts import Part
 from serinus.models import KNOWN_ARCHITECTURES, choose_dtype, load_spec
+from serinus.models.families import FAMILIES
 from serinus.models.rope import frequencies
 from serinus.models.rope_fields import RopeSpec
 from serinus.models.small_checkpoints import make_checkpoint, make_toy
@@ -70,6 +71,28 @@ def test_what_a_config_leaves_out_has_the_familys_default(tmp_path: Path) -> Non
     assert spec.rope == RopeSpec(theta=10000.0)
     assert (spec.tied, spec.qkv_bias, spec.output_bias, spec.mlp_bias, spec.qk_norm) == (False,) * 5
     assert (spec.eos_ids, spec.bos_id, spec.dtype) == ((), None, "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_norms_ties_and_scales_that_a_config_leaves_out_are_those_of_transformers(
+    tmp_path: Path, architecture: str
+) -> None:
+    import transformers
+
+    theirs = getattr(transformers, architecture).config_class()
+    small = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "qk_rope_head_dim"), 8)
+    small |= {"num_experts_per_tok": 2, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    layers = {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
+    config = {**BASE, **small, **layers, "num_key_value_heads": 2, "architectures": [architecture]}
+    spec = load_spec(write(tmp_path, config))
+    assert spec.norm_eps == getattr(theirs, "rms_norm_eps", getattr(theirs, "layer_norm_eps", None))
+    assert spec.tied == theirs.tie_word_embeddings
+    if spec.experts is not None:
+        assert spec.experts.scale == getattr(theirs, "routed_scaling_factor", 1.0)
+        assert spec.experts.normalized == getattr(theirs, "norm_topk_prob", True)
+    if isinstance(theirs.default_theta, float):
+        assert spec.rope.theta == theirs.default_theta
 
 
 @pytest.mark.parametrize(
