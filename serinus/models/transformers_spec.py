@@ -46,8 +46,13 @@ def transformers_fields(folder: Path, architecture: str) -> dict[str, Any]:
         raise _refusal(architecture, "its attention in transformers cannot be replaced (no attention interface)")
     _check_rope(config, architecture)
     heads, hidden = config.num_attention_heads, config.hidden_size
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_size = getattr(config, "head_dim", None) or hidden // heads
+    try:
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_size = getattr(config, "head_dim", None) or hidden // heads
+    except RuntimeError:  # so newer versions say that layers differ
+        kv_heads = head_size = None
+    if head_size is None or getattr(config, "global_head_dim", None) not in (None, head_size):
+        raise _refusal(architecture, "head_dim or num_key_value_heads differs between layers, expected one of all")
     if head_size % 2 or heads % kv_heads:
         raise _refusal(architecture, f"{heads} query and {kv_heads} KV heads of {head_size}: expected even groups")
     return {

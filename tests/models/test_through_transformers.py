@@ -155,6 +155,16 @@ def test_a_rotation_that_depends_on_the_rest_of_a_step_is_refused(make: Make) ->
                 load_spec(path)
 
 
+def test_heads_of_another_size_in_some_layers_are_refused(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.Gemma4TextConfig(**SIZES, head_dim=16, global_head_dim=32)
+    config.architectures = ["Gemma4ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"Gemma4ForCausalLM.* head_dim or .* differs between layers, expected one"):
+        load_spec(tmp_path)
+
+
 @pytest.mark.parametrize(("kind", "masked", "told"), [("Phimoe", 24, None), ("Olmoe", None, 24)])
 def test_a_window_that_is_masked_and_not_told_or_told_and_not_masked_is_refused(
     make: Make, kind: str, masked: int | None, told: int | None
