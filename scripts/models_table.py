@@ -63,7 +63,10 @@ MODELS = {
     "SmolLM3ForCausalLM": ("SmolLM3", ""),
 }
 """Names, and what to say besides."""
-_WINDOWS = {None: "-", Sliding.ALL: "all layers", Sliding.ABOVE: "upper layers", Sliding.PATTERN: "by pattern"}
+_WINDOWS = {
+    None: "-", Sliding.ALL: "all layers", Sliding.ABOVE: "upper layers", Sliding.UPPER: "upper layers",
+    Sliding.TURNS: "every other layer", Sliding.STILL: "layers that do not rotate", Sliding.PATTERN: "by pattern",
+}  # fmt: skip
 _HEADS, _KV_HEADS = 8, 4
 _CONFIG: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": _HEADS, "head_dim": 16,

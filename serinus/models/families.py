@@ -25,6 +25,12 @@ class Sliding(Enum):
     """Every layer has the window."""
     ABOVE = "above"
     """Those from `max_window_layers` on, and only with `use_sliding_window`."""
+    UPPER = "upper"
+    """Those from `max_window_layers` on."""
+    TURNS = "turns"
+    """The first and every other one below `max_window_layers`, and only with `use_sliding_window`."""
+    STILL = "still"
+    """Those that do not rotate, and only with `use_sliding_window`."""
     PATTERN = "pattern"
     """All but each `sliding_window_pattern`-th."""
 
@@ -73,6 +79,8 @@ class Family:
     """`sliding_window` where the config does not name it (null there means none)."""
     pattern: int = 0
     """`sliding_window_pattern` where the config has none."""
+    above: int = 28
+    """`max_window_layers` where the config has none."""
     norms: NormNames = LLAMA_NORMS
     """Names of a layer's norms."""
     norm_eps: float = 1e-6
@@ -174,7 +182,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Qwen2MoeForCausalLM": Family(
         qkv_bias=True,
-        sliding=Sliding.ABOVE,
+        sliding=Sliding.TURNS,
         window=4096,
         experts=ExpertFamily(normalized=False, shared_gate=True),
     ),
@@ -193,7 +201,9 @@ FAMILIES: Mapping[str, Family] = {
     "Dots1ForCausalLM": Family(
         qkv_bias=None,
         qk_norm=True,
-        sliding=Sliding.ABOVE,
+        sliding=Sliding.UPPER,
+        window=4096,
+        above=62,
         experts=ExpertFamily(sigmoid=True, corrected=True, normalized=False),
     ),
     "DeepseekV2ForCausalLM": Family(
@@ -222,7 +232,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Phi3ForCausalLM": Family(norm_eps=1e-5, qkv_bias=False, fused_qkv=True, fused_mlp=True, sliding=Sliding.ALL),
     "SmolLM3ForCausalLM": Family(
-        tied=True, mlp_bias=None, kv_head_count=4, sliding=Sliding.ABOVE, theta=2e6, plain_every=4
+        tied=True, mlp_bias=None, kv_head_count=4, sliding=Sliding.STILL, theta=2e6, plain_every=4
     ),
     "Gemma2ForCausalLM": Family(
         gemma=True,
@@ -251,6 +261,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 """By the name in `architectures`."""
 
+_OPTIONAL = (Sliding.ABOVE, Sliding.TURNS, Sliding.STILL)
 _LAYER_TYPES = {"full_attention": Part.FULL, "sliding_attention": Part.SWA}
 
 
@@ -422,8 +433,8 @@ def _windows(
     if family.sliding is None or config.given("sliding_window", family.window) is None:
         return full, None
     named = config.get("layer_types")
-    slides = family.sliding is not Sliding.ABOVE or (isinstance(named, list) and "sliding_attention" in named)
-    if not config.flag("use_sliding_window", slides):
+    slides = family.sliding not in _OPTIONAL or (isinstance(named, list) and "sliding_attention" in named)
+    if family.sliding is not Sliding.UPPER and not config.flag("use_sliding_window", slides):
         return full, None
     window = config.whole("sliding_window", family.window)
     parts = _layer_parts(config, family, layer_count)
@@ -440,9 +451,14 @@ def _layer_parts(config: ConfigFields, family: Family, layer_count: int) -> tupl
         if not known:
             raise config.fail("layer_types", f"{layer_count} of {', '.join(_LAYER_TYPES)}")
         return tuple(_LAYER_TYPES[kind] for kind in named)
-    if family.sliding is Sliding.ABOVE:
-        first = config.whole("max_window_layers", 28, low=0)
+    first = config.whole("max_window_layers", family.above, low=0)
+    if family.sliding in (Sliding.ABOVE, Sliding.UPPER):
         return tuple(Part.SWA if i >= first else Part.FULL for i in range(layer_count))
+    if family.sliding is Sliding.TURNS:
+        return tuple(Part.SWA if i < first and i % 2 == 0 else Part.FULL for i in range(layer_count))
+    if family.sliding is Sliding.STILL:
+        still = _plain_layers(config, family, layer_count)
+        return tuple(Part.SWA if i in still else Part.FULL for i in range(layer_count))
     if family.sliding is Sliding.PATTERN:
         every = config.whole("sliding_window_pattern", family.pattern)
         return tuple(Part.SWA if (i + 1) % every else Part.FULL for i in range(layer_count))

@@ -189,6 +189,33 @@ def test_which_layers_slide_is_read_as_the_family_means_it(
     assert spec.context_length == {**BASE, **changes}["max_position_embeddings"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "given", "parts"),
+    [
+        ("SmolLM3ForCausalLM", ON, (F, F, F, S, F)),
+        ("SmolLM3ForCausalLM", {}, (F,) * 5),
+        ("Dots1ForCausalLM", {"max_window_layers": 3}, (F, F, F, S, S)),
+        ("Dots1ForCausalLM", {}, (F,) * 5),
+        ("Qwen2MoeForCausalLM", {**ON, "max_window_layers": 3}, (S, F, S, F, F)),
+        ("Qwen2MoeForCausalLM", {"max_window_layers": 3}, (F,) * 5),
+        ("Qwen2ForCausalLM", {**ON, "max_window_layers": 3}, (F, F, F, S, S)),
+        ("Qwen3ForCausalLM", {**ON, "max_window_layers": 3}, (F, F, F, S, S)),
+    ],
+)
+def test_without_layer_types_those_layers_slide_that_do_in_transformers(
+    tmp_path: Path, architecture: str, given: dict[str, Any], parts: tuple[Part, ...]
+) -> None:
+    import transformers
+
+    experts = {"num_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
+    sizes = {"num_hidden_layers": 5, "num_key_value_heads": 2, "sliding_window": 16, **given}
+    config = {**BASE, **experts, **sizes, "architectures": [architecture]}
+    theirs = getattr(transformers, architecture).config_class(**sizes)
+    assert load_spec(write(tmp_path, config)).layer_parts == parts
+    assert [kind == "sliding_attention" for kind in theirs.layer_types] == [part is S for part in parts]
+
+
 def test_gemma_3_turns_its_sliding_layers_by_another_base(tmp_path: Path) -> None:
     old = {**GEMMA3, "rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": {"type": "linear", "factor": 8.0}}
     kinds = {
