@@ -322,6 +322,7 @@ def _config_of(family: str, settings: dict[str, Any]) -> Any:
         settings["num_key_value_heads"] = settings["num_attention_heads"]
     if family == "phi3":
         settings.setdefault("rope_parameters", _longrope(settings["hidden_size"] // settings["num_attention_heads"]))
+        settings.setdefault("original_max_position_embeddings", 64)  # as of 5.24 it wins over that of the rope
     return getattr(transformers, architecture).config_class(architectures=[architecture], **settings)
 
 

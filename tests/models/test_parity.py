@@ -55,6 +55,12 @@ def test_what_differs_as_it_is_loaded_gives_the_logits_and_tokens_of_transformer
 
 
 @pytest.mark.slow
+def test_the_long_factors_of_phi_3_are_those_that_are_compared(checkpoints: dict[str, Path]) -> None:
+    spec = load_spec(checkpoints["phi3"])
+    assert (spec.rope.kind, spec.rope.original_context, spec.context_length) == ("longrope", 64, 2048)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MIXTURES)
 def test_mixtures_give_the_logits_and_tokens_of_transformers(checkpoints: dict[str, Path], family: str) -> None:
     """Their choices are no near ties, in which rounding may decide otherwise than transformers' does."""
