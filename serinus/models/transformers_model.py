@@ -30,6 +30,8 @@ from serinus.models.weight_files import file_of_each
 
 _NAME: Final = "serinus_paged"
 """Of the attention function, where transformers keeps them."""
+_CHECKED: Final = "serinus_paged_checked"
+"""...and of the one of the first pass. transformers asks for its masks, which waits for the device."""
 _log = get_logger("models")
 
 
@@ -65,9 +67,10 @@ class TransformersModel:
         self.spec, self.dtype, self._kernels, self.has_kv_scales = spec, dtype, kernels, False
         maker: Any = AutoModelForCausalLM
         AttentionInterface.register(_NAME, _attend)
-        AttentionMaskInterface.register(_NAME, _window_of_mask)
+        AttentionInterface.register(_CHECKED, _attend_checked)
+        AttentionMaskInterface.register(_CHECKED, _window_of_mask)
         config = read_config(folder)
-        common: dict[str, Any] = {"dtype": dtype, "attn_implementation": _NAME, "trust_remote_code": False}
+        common: dict[str, Any] = {"dtype": dtype, "attn_implementation": _CHECKED, "trust_remote_code": False}
         if dummy_seed is None:
             files = file_of_each(folder)
             try:
@@ -105,7 +108,8 @@ class TransformersModel:
         hook: ForwardHook, inflow: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Write the step's KV, return the logits of the wanted rows, [W, V], or of all: what is scaled or capped on the
-        way to them only transformers knows. Raises InvariantError: a layer's attention did not come through."""
+        way to them only transformers knows. Raises InvariantError: a layer's attention did not come through;
+        ConfigError, at the first pass: it cannot run over pages."""
         hook.before(batch)
         this = _Pass(
             kernels=self._kernels, batch=batch, kv=kv, table_RC=tables[Part.FULL], hook=hook, still=self._still,
@@ -117,6 +121,8 @@ class TransformersModel:
         )  # fmt: skip
         if this.seen != list(range(self.spec.layer_count)):
             raise InvariantError(f"models: attention of layers {this.seen} came through, expected all, once, in order")
+        if self._model.config._attn_implementation == _CHECKED:
+            self._model.set_attn_implementation(_NAME)
         hook.after(batch)
         logits_WV: torch.Tensor = found.logits[0]
         return logits_WV
@@ -144,8 +150,25 @@ def _digest(folder: Path, files: Mapping[str, str], digests: TensorDigests) -> N
 
 def _window_of_mask(*, use_vmap: bool = False, local_size: int | None = None, **_more: Any) -> int | None:
     """In place of the mask that transformers would make for layers: its window, None where it is causal alone, and 0
-    where it is neither. `_attend` gets it as the mask."""
+    where it is neither. `_attend_checked` gets it as the mask."""
     return 0 if use_vmap else local_size
+
+
+def _attend_checked(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | int | None,
+    sliding_window: int | None = None, **more: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """`_attend`, where what transformers masks is what the layer says of itself."""
+    if not isinstance(attention_mask, torch.Tensor) and attention_mask != 0 and "serinus_pass" in more:
+        context = more["serinus_pass"].context
+        masked, told = (size if size and size < context else None for size in (attention_mask, sliding_window))
+        if masked != told:
+            raise ConfigError(
+                f"models: {type(module).__name__} cannot run over pages: transformers masks a window of {masked} and"
+                f" tells its attention function of {told}, expected the same sliding_window of both"
+            )
+        attention_mask = None
+    return _attend(module, query, key, value, attention_mask, sliding_window=sliding_window, **more)
 
 
 def _attend(
@@ -159,15 +182,9 @@ def _attend(
     if this is None:
         raise ConfigError(f"models: {type(module).__name__} does not pass on what its attention function is given")
     odd = [name for name in ("position_bias", "cu_seq_lens_q") if more.get(name) is not None]
-    if odd or isinstance(attention_mask, torch.Tensor) or attention_mask == 0 or not getattr(module, "is_causal", True):
+    if odd or attention_mask is not None or not getattr(module, "is_causal", True):
         said = ", ".join(odd) or "a mask of its own, or none that is causal"
         raise ConfigError(f"models: {type(module).__name__} cannot run over pages: its attention has {said}")
-    masked, told = (window if window and window < this.context else None for window in (attention_mask, sliding_window))
-    if masked != told:
-        raise ConfigError(
-            f"models: {type(module).__name__} cannot run over pages: transformers masks a window of {masked} and tells"
-            f" its attention function of {told}, expected the same sliding_window of both"
-        )
     (k_SHD, v_SHD), batch, kernels = this.kv[layer], this.batch, this.kernels
     tokens, (heads, size) = query.shape[2], query.shape[1::2]
     if key.shape[1::2] != k_SHD.shape[-2:] or value.shape != key.shape or size != k_SHD.shape[-1]:
