@@ -118,13 +118,16 @@ class Judge:
             self._follow(violation, case.guilty(violation) if is_known else (), verdicts, followed)
         return list(verdicts.values())
 
-    def rows(self, violations: Sequence[Violation], *, counts: bool) -> list[Verdict]:
-        """What follows from the findings of a check of requests' own pages, at arrival or at the end: there every page
-        is in its place. `counts`: it is a failure of the page, and did not come wrong already."""
+    def rows(self, violations: Sequence[Violation], *, is_arrival: bool) -> list[Verdict]:
+        """What follows from the findings of a check of requests' own pages. At arrival every page is in its place, and
+        what is wrong came wrong: that is no failure of the page. Later the slots are those that the device's table
+        names, as in a step."""
         verdicts: dict[str, Verdict] = {}
         followed: set[Place] = set()
+        case = _Case(self._cache, self._requests, self._verify)
         for violation in violations:
-            self._follow(violation, ((violation.part, violation.page),), verdicts, followed, counts=counts)
+            guilty = ((violation.part, violation.page),) if is_arrival else case.guilty(violation)
+            self._follow(violation, guilty, verdicts, followed, counts=not is_arrival)
         return list(verdicts.values())
 
     def _follow(

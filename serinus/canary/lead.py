@@ -174,7 +174,7 @@ class CanaryLead:
         if own is None:
             return ArrivalVerdict()
         answers = self._verify_rows({rid: own}, is_arrival=True)
-        self._follow(self._filed(_findings(answers)), counts=False)
+        self._follow(self._filed(_findings(answers)), is_arrival=True)
         verdict = self._outside.pop(rid, None)
         (slots,) = slots_checked(answer.checked for _, answer in answers)
         return ArrivalVerdict(reason="" if verdict is None else verdict.reason, slots=slots)
@@ -299,9 +299,9 @@ class CanaryLead:
         """What follows from these violations is given out with the next step, or with this one."""
         self._add(self._judgement.step(violations) if self._raises else ())
 
-    def _follow(self, violations: Sequence[Violation], *, counts: bool = True) -> None:
+    def _follow(self, violations: Sequence[Violation], *, is_arrival: bool = False) -> None:
         """The same for what was found on the pages of requests that were checked by themselves."""
-        self._add(self._judgement.rows(violations, counts=counts) if self._raises else ())
+        self._add(self._judgement.rows(violations, is_arrival=is_arrival) if self._raises else ())
 
     def _add(self, verdicts: Iterable[Verdict]) -> None:
         self._outside = {each.rid: each for each in verdicts} | self._outside

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from serinus.cache import Tier
+from serinus.canary.judge import RowsVerdict
 from serinus.core.clock import ManualClock
 from serinus.core.config import ServeConfig, from_names
-from serinus.core.parts import Part
+from serinus.core.parts import OwnPages, Part
 from serinus.core.request import FinishReason
 from serinus.engine import build_engine
 from serinus.engine.built import Built
@@ -127,3 +128,32 @@ def test_pages_of_the_right_prompt_raise_no_alarm(start: Start) -> None:
     assert engine.engine.canary is not None
     assert engine.engine.canary.violations.total == 0
     assert Part.SWA in engine.built.pools
+
+
+def test_a_row_that_names_anothers_slot_when_its_request_ends_is_that_requests_fault_alone(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages of both are sound: only the device's table is wrong, after the last step that read it."""
+    engine = start("full", "rotating:16")
+    lead, spec, scheduler = engine.engine.canary, engine.built.spec, engine.engine.scheduler
+    assert lead is not None
+    check = lead.check
+
+    def damaged(rows: Mapping[str, OwnPages]) -> RowsVerdict:
+        if "ends" in rows:
+            assert engine.built.canary is not None
+            table_RC = engine.built.canary.parts[Part.FULL].table_RC
+            mine, others = (scheduler._states[rid].row for rid in ("ends", "goes on"))
+            with torch.inference_mode():
+                table_RC[mine, 5] = table_RC[others, 5]
+        return check(rows)
+
+    monkeypatch.setattr(lead, "check", damaged)
+    one, other = LONG[0][:14], LONG[1][:15]
+    engine.add("ends", one, 20, stop_token_ids=[toy_continue(spec, one, 6)[5]])
+    engine.add("goes on", other, 25)
+    engine.run()
+    assert engine.finish("ends") is FinishReason.ERROR
+    assert engine.finish("goes on") is FinishReason.LENGTH
+    assert engine.tokens("goes on") == toy_continue(spec, other, 25)
+    assert not engine.built.cache.tiers.quarantine.failures
