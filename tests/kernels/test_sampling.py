@@ -146,6 +146,14 @@ def test_log_probabilities_are_those_of_a_log_softmax(either: Kernels, vocab: in
         assert list(top.logprobs) == pytest.approx(likeliest.values[:count].tolist(), abs=1e-5)
 
 
+def test_log_probabilities_of_large_scores_are_as_good_as_those_of_small_ones(either: Kernels) -> None:
+    logits = 1e6 + torch.tensor([[0.0, -1.0, -2.0]])
+    norm = torch.log_softmax(logits.double(), -1)[0].tolist()
+    (top,) = either.top_tokens(logits, [2], [3])
+    assert top.logprob == pytest.approx(norm[2], abs=1e-5)
+    assert list(top.logprobs) == pytest.approx(norm, abs=1e-5)
+
+
 def test_what_does_not_fit_is_refused(either: Kernels) -> None:
     row = RowSampling(seed=1, position=1)
     for logits in (torch.zeros(3), torch.zeros(2, 0), torch.zeros(1, 9), torch.zeros(2, 9, dtype=torch.int64)):

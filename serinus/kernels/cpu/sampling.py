@@ -433,6 +433,12 @@ def _list(row: Any, vocab: Any, room: Any, wanted: Any, ids: Any, values: Any) -
         vector += 1
 
 
+@inlined(fastmath=set())
+def _log_probability(score: Any, top: Any, less: Any) -> Any:
+    """In this order: large scores, which LLVM may add the logarithm to first, would lose it."""
+    return (score - top) - less
+
+
 @cache
 def _list_body(version: int) -> Body:
     def list_rows(args: Any) -> None:
@@ -453,10 +459,10 @@ def _list_body(version: int) -> Body:
             top = _lift_row(a[2] + b * a[3], row, vocab, a[4] != 0, 0)
             weigh(row, _vectors(vocab), top, top, whole.ctypes.data)
             less = np.float32(math.log(whole[0]))
-            values[0] = (carray(at(row), vocab, np.float32)[asked[b, 0]] - top) - less
+            values[0] = _log_probability(carray(at(row), vocab, np.float32)[asked[b, 0]], top, less)
             if asked[b, 1]:
                 _list(row, vocab, room, asked[b, 1], ids[1:], values[1:])
                 for i in range(1, asked[b, 1] + 1):
-                    values[i] = (values[i] - top) - less
+                    values[i] = _log_probability(values[i], top, less)
 
     return compile_body(list_rows)
