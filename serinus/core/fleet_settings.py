@@ -150,8 +150,8 @@ class RouteSettings:
     )
     cb_failure_threshold: int = setting(
         5,
-        "failures in a row (5xx, broken connections) after which an engine gets no requests for a while, if others take"
-        " them; 0 = never",
+        "failures in a row (5xx but 503 and 504, broken connections) after which an engine gets no requests for a"
+        " while, if others take them; 0 = never",
         low=0,
     )
     poll_s: float = setting(1.0, "seconds between two looks at an engine", flag="--poll-interval", low=0.05)

@@ -144,6 +144,7 @@ def build_engine(
             undo.callback(parts.close)
             backends = backends or data_backends(config, 0, parts.device)
             line = LeaderLine(make_body(parts, clock, backends), mesh, clock, ends=(parts.runner.close,))
+            undo.callback(line.close)
             first_steps(parts, line, clock)
             record_steps(parts, counted) if recorded else rehearse_steps(parts)
             built = lead(parts, line, clock, handoffs_of, backends=backends)
@@ -179,10 +180,22 @@ def lead(
 ) -> Built:  # fmt: skip
     """The leader's engine on top of its rank, from the settings. `starter`: where other ranks were started by one;
     `backends`: those of its page worker."""
+    events = _events(parts.config, clock)
+    with ExitStack() as undo:
+        if events is not None:
+            undo.callback(events.close)
+        built = _lead(parts, line, clock, handoffs_of, starter, backends, kinds, events)
+        undo.pop_all()
+    return built
+
+
+def _lead(
+    parts: RankParts, line: LeaderLine, clock: Clock, handoffs_of: HandoffsOf, starter: RankStarter | None,
+    backends: Sequence[AnyBackend], kinds: LeadKinds, events: KvEventPublisher | None,
+) -> Built:  # fmt: skip
     config, spec = parts.config, parts.spec
     generation = _generation(config, spec)
     settings = sched_settings(parts, line.depth, generation.eos_ids)
-    events = _events(config, clock)
     names = [parts.mesh.name(rank) for rank in range(parts.mesh.size)]
     ports = lead_tiers(line, names, parts.tiers)
     chain_hashes = load("cpu").chain_hashes if config.canary.kv_canary != "none" else None

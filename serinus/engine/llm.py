@@ -167,8 +167,7 @@ class LLM:
                 within a step, or the LLM was closed: make a new one.
         """
         with self._turns:
-            if self._generates:
-                raise CapacityError("engine: a call of generate is under way in this thread, expected none")
+            self._check_alone()
             self._generates = True
             try:
                 return self._generate(prompts, sampling_params, use_tqdm)
@@ -257,6 +256,7 @@ class LLM:
         """Forget all cached prefixes, on device and host; what is stored stays. Waits for a call of another thread.
         Raises CapacityError: it was called within a call; PeerGone: the LLM was closed, or broke."""
         with self._turns:
+            self._check_alone()
             self._built.line.check()
             self._built.cache.reset()
 
@@ -330,16 +330,18 @@ class LLM:
                     if not messages and not output.deltas and engine.stalled:
                         raise InvariantError(f"engine: {len(owners)} requests wait and none can run, expected a step")
                     self._wait()
-                for rid in owners:
-                    engine.drop(rid, "interrupted")
+                with self._unbroken():
+                    for rid in owners:
+                        engine.drop(rid, "interrupted")
                 while messages or not engine.idle:
                     self._turn(messages)
                     messages = []
                     self._wait()
             finally:
                 if self._built.line.sound:  # else nothing is known of what the engine holds
-                    for rid in owners:
-                        engine.drop(rid, "the call ended early")
+                    with self._unbroken():
+                        for rid in owners:
+                            engine.drop(rid, "the call ended early")
 
     def _turn(
         self, messages: Sequence[FrontMessage], take: Callable[[TurnOutput], object] = lambda output: None
@@ -349,6 +351,10 @@ class LLM:
             output = self._built.turn(messages)
             self._built.line.flush(lambda: take(output))
         return output
+
+    def _check_alone(self) -> None:
+        if self._generates:
+            raise CapacityError("engine: a call of generate is under way in this thread, expected none")
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:

@@ -52,24 +52,30 @@ class Circuit:
         return state is CircuitState.CLOSED or (state is CircuitState.HALF_OPEN and not self._trying)
 
     def sent(self, now: float) -> None:
-        """A request goes there; `succeeded`, `failed` or `left` follows."""
+        """A request goes there; `succeeded`, `failed` or `left` follows, with this time. Where the circuit has opened
+        since, they say nothing new."""
         self._trying = self.state(now) is CircuitState.HALF_OPEN
 
-    def succeeded(self, now: float) -> None:
-        """The engine answered a request. One that was sent before the circuit opened does not close it."""
+    def succeeded(self, sent_at: float) -> None:
+        """The engine answered a request."""
+        if self._is_old(sent_at):
+            return
         self._trying = False
         self._failures = 0
-        if self.state(now) is CircuitState.HALF_OPEN:
+        if self._opened_at is not None:
             self._successes += 1
             if self._successes >= self._limits.successes:
                 self._opened_at, self._successes = None, 0
 
-    def left(self) -> None:
+    def left(self, sent_at: float) -> None:
         """The request ended without saying anything of the engine: the client went, or there was no room."""
-        self._trying = False
+        if not self._is_old(sent_at):
+            self._trying = False
 
-    def failed(self, now: float) -> bool:
+    def failed(self, now: float, sent_at: float) -> bool:
         """The engine failed a request; True where that opens the circuit."""
+        if self._is_old(sent_at):
+            return False
         self._trying = False
         self._failures += 1
         self._successes = 0
@@ -77,3 +83,6 @@ class Circuit:
         if opens:
             self._opened_at, self._failures = now, 0
         return opens
+
+    def _is_old(self, sent_at: float) -> bool:
+        return self._opened_at is not None and sent_at <= self._opened_at

@@ -316,22 +316,24 @@ class Fleet:
 
     # ---- what became of a request -----------------------------------------------------------------------------------
 
-    def sent(self, member: FleetEngine) -> None:
-        """A request goes to it: one of the next three follows."""
-        member.circuit.sent(self._clock.now())
+    def sent(self, member: FleetEngine) -> float:
+        """A request goes to it: one of the next three follows, with the time that this returns."""
+        now = self._clock.now()
+        member.circuit.sent(now)
+        return now
 
-    def answered(self, member: FleetEngine) -> None:
+    def answered(self, member: FleetEngine, sent_at: float) -> None:
         """The engine answered a request."""
-        member.circuit.succeeded(self._clock.now())
+        member.circuit.succeeded(sent_at)
         self._tell_circuit(member)
 
-    def left(self, member: FleetEngine) -> None:
+    def left(self, member: FleetEngine, sent_at: float) -> None:
         """The client went or set too short a time, or the engine had no room: that says nothing of the engine."""
-        member.circuit.left()
+        member.circuit.left(sent_at)
 
-    def failed(self, member: FleetEngine, why: str) -> None:
+    def failed(self, member: FleetEngine, why: str, sent_at: float) -> None:
         """It answered with an error of its own, or broke."""
-        if member.circuit.failed(self._clock.now()):
+        if member.circuit.failed(self._clock.now(), sent_at):
             _log.warning(
                 "front: %s failed %d requests in a row, it gets none for %g s: %s",
                 member.url, self._limits.failures, self._limits.open_s, why,

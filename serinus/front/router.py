@@ -187,22 +187,22 @@ class Router:
 
         What it did counts in its circuit.
         """
-        self.fleet.sent(member)
+        sent_at = self.fleet.sent(member)
         status = 0
         try:
             status = await self._send(exchange, member, body, model)
         except UpstreamBroken as err:
-            self.fleet.failed(member, str(err))
+            self.fleet.failed(member, str(err), sent_at)
             raise
         except BaseException:
-            self.fleet.left(member)
+            self.fleet.left(member, sent_at)
             raise
         if status in (503, 504):
-            self.fleet.left(member)
+            self.fleet.left(member, sent_at)
         elif status >= 500:
-            self.fleet.failed(member, f"it answered {status}")
+            self.fleet.failed(member, f"it answered {status}", sent_at)
         else:
-            self.fleet.answered(member)
+            self.fleet.answered(member, sent_at)
         return bool(status)
 
     async def _send(self, exchange: HttpExchange, member: FleetEngine, body: bytes, model: str) -> int:
@@ -276,9 +276,11 @@ class Router:
                     raise UpstreamBroken(f"front: {upstream.url} broke before the first token")
                 prefilled()
             elif _LOST in events:  # its engine died, and its front lives and says so
-                if (last := events.rfind(b"\n\n", 0, events.index(_LOST))) >= 0:
-                    await exchange.push(events[: last + 2])
-                raise UpstreamBroken(f"front: {upstream.url} broke in the middle of the stream")
+                before, _, said = events[: events.index(_LOST)].rpartition(b"data: ")
+                if (end := before.rfind(b"\n\n") + 2) > 1:
+                    await exchange.push(before[:end])
+                why = reason_of(said + _LOST)
+                raise UpstreamBroken(f"front: {upstream.url} broke in the middle of the stream ({why})")
             await exchange.push(events)
         await exchange.end(rest)
 

@@ -40,7 +40,7 @@ class Upstream:
         `ca_certs`: file of certificates by which https is trusted, besides the system's."""
         parts = urlsplit(url)
         self.url = url
-        self._host = parts.hostname or "127.0.0.1"
+        self._host = (parts.hostname or "127.0.0.1").encode("idna").decode()
         self._tls = client_tls(ca_certs) if parts.scheme == "https" else None
         self._port = parts.port or (80 if self._tls is None else 443)
         self._authority = host_port(self._host, self._port)

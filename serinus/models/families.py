@@ -451,10 +451,10 @@ def _layer_parts(config: ConfigFields, family: Family, layer_count: int) -> tupl
         if not known:
             raise config.fail("layer_types", f"{layer_count} of {', '.join(_LAYER_TYPES)}")
         return tuple(_LAYER_TYPES[kind] for kind in named)
-    first = config.whole("max_window_layers", family.above, low=0)
-    if family.sliding in (Sliding.ABOVE, Sliding.UPPER):
-        return tuple(Part.SWA if i >= first else Part.FULL for i in range(layer_count))
-    if family.sliding is Sliding.TURNS:
+    if family.sliding in (Sliding.ABOVE, Sliding.UPPER, Sliding.TURNS):
+        first = config.whole("max_window_layers", family.above, low=0)
+        if family.sliding is not Sliding.TURNS:
+            return tuple(Part.SWA if i >= first else Part.FULL for i in range(layer_count))
         return tuple(Part.SWA if i < first and i % 2 == 0 else Part.FULL for i in range(layer_count))
     if family.sliding is Sliding.STILL:
         still = _plain_layers(config, family, layer_count)

@@ -174,7 +174,6 @@ def build_rank(
         tiers = build_tiers(config, own.layer_parts, pools, namespace, clock, shard=some, counts=host)
         phases.mark("pool")
         memory.mark("KV")
-        memory.put("largest step", step_bytes)
         with ExitStack() as undo:
             if tiers is not None:
                 undo.callback(tiers.close)
@@ -183,6 +182,7 @@ def build_rank(
                 memory=memory,
             )  # fmt: skip
             undo.pop_all()
+        memory.put("largest step", step_bytes)
         return parts
 
 

@@ -54,9 +54,8 @@ class ThreadRanks:
         return self._comms[0]
 
     def _check(self) -> None:
-        for life in self._lives.values():
-            if life.done() and (error := life.exception()) is not None:
-                raise error
+        if any(life.done() and life.exception() is not None for life in self._lives.values()):
+            raise self.explained(PeerGone("parallel: a rank left"))
 
     def _why(self) -> str:
         """What the first rank that failed raised, in words."""
@@ -66,7 +65,7 @@ class ThreadRanks:
         return f"engine: rank {self.mesh.name(rank)} is gone: {type(error).__name__}: {error}"
 
     def explained(self, error: PeerGone) -> ConfigError | PeerGone:
-        """What a rank failed of, where one did."""
+        """What a rank failed of, in words where that is no error of settings or of peers; `error` where none did."""
         if (failed := self._failed(1.0)) is None:
             return error
         return failed[1] if isinstance(failed[1], (ConfigError, PeerGone)) else PeerGone(self._why())

@@ -185,11 +185,15 @@ class GrammarVocabulary(GrammarCompiler):
     @cached_property
     def _spelling(self) -> Any:
         """The same, but no text is an added token: where a grammar leaves no choice the library makes tokens of the
-        text, and gives up where one is special, which it takes for no text. Cost: that of two more."""
+        text, and gives up where one is special, which it takes for no text. Of a tokenizer that is none without its
+        added tokens the same. Cost: that of two more."""
         import llguidance
 
         described = json.dumps({**json.loads(self._tokenizer.described), "added_tokens": []})
-        plain = llguidance.LLTokenizer(described, eos_token=0, slices=[])
+        try:
+            plain = llguidance.LLTokenizer(described, eos_token=0, slices=[])
+        except ValueError:
+            return self._library
         spelled = cast(Any, _Spelled(self._library, plain, self.end_id))
         return llguidance.LLTokenizer(spelled, n_vocab=self.width, eos_token=self.end_id)
 

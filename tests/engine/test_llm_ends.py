@@ -81,6 +81,8 @@ def test_a_call_within_a_call_is_refused(llm: LLM, toy: Path, monkeypatch: pytes
     def again(self: LLM) -> None:
         with pytest.raises(CapacityError, match="generate is under way"):
             self.generate([[1]], GREEDY)
+        with pytest.raises(CapacityError, match="generate is under way"):
+            self.flush_cache()
         wait(self)
 
     monkeypatch.setattr(LLM, "_wait", again)
@@ -121,7 +123,7 @@ def test_a_close_that_is_interrupted_ends_everything_all_the_same(
     llm.close()
 
 
-@pytest.mark.parametrize("fails", ["first_steps", "lead", "assemble", "load_tokenizer"])
+@pytest.mark.parametrize("fails", ["first_steps", "make_cache", "assemble", "load_tokenizer"])
 def test_an_llm_that_does_not_come_up_leaves_no_threads(toy: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: Any, **__: Any) -> Any:
         raise RuntimeError("planted")

@@ -116,30 +116,33 @@ def test_in_turn_means_whatever_they_have_to_do_and_least_loaded_whatever_they_h
 
 def test_a_circuit_opens_after_failures_in_a_row_and_closes_after_successes() -> None:
     circuit = Circuit(CircuitLimits(failures=3, successes=2, open_s=30.0))
-    assert [circuit.failed(1.0), circuit.failed(2.0)] == [False, False]
-    circuit.succeeded(2.0)
-    assert [circuit.failed(3.0), circuit.failed(4.0), circuit.failed(5.0)] == [False, False, True]
-    for now in (6.0, 7.0, 8.0):
-        circuit.succeeded(now)  # sent before it opened: a long stream
+    assert [circuit.failed(1.0, 0.5), circuit.failed(2.0, 0.5)] == [False, False]
+    circuit.succeeded(1.5)
+    assert [circuit.failed(now, 2.0) for now in (3.0, 4.0, 5.0)] == [False, False, True]
     assert (circuit.state(34.9), circuit.lets_in(34.9)) == (CircuitState.OPEN, False)
     assert (circuit.state(35.0), circuit.lets_in(35.0)) == (CircuitState.HALF_OPEN, True)
     circuit.sent(35.0)
     assert not circuit.lets_in(36.0), "one at a time"
-    circuit.left()
+    for sent_at in (2.0, 4.9):  # long streams, from before it opened
+        circuit.succeeded(sent_at)
+        circuit.left(sent_at)
+        assert not circuit.failed(36.0, sent_at)
+        assert (circuit.state(36.0), circuit.lets_in(36.0)) == (CircuitState.HALF_OPEN, False)
+    circuit.left(35.0)
     assert circuit.lets_in(36.0)
     circuit.sent(36.0)
-    assert circuit.failed(37.0), "one failure opens it again"
+    assert circuit.failed(37.0, 36.0), "one failure opens it again"
     for now in (67.0, 68.0):
         assert circuit.state(now) is CircuitState.HALF_OPEN
         circuit.sent(now)
         circuit.succeeded(now)
     assert circuit.state(68.0) is CircuitState.CLOSED
-    assert not circuit.failed(69.0)
+    assert not circuit.failed(69.0, 68.0)
 
 
 def test_no_circuit_opens_where_none_should() -> None:
     circuit = Circuit(CircuitLimits(failures=0))
-    assert not any(circuit.failed(float(now)) for now in range(100))
+    assert not any(circuit.failed(float(now), float(now)) for now in range(100))
     assert circuit.lets_in(100.0)
 
 
@@ -147,7 +150,7 @@ def test_an_engine_whose_circuit_is_open_gets_requests_only_where_no_other_takes
     clock = ManualClock()
     some = fleet(clock, policy="round_robin", cb_failure_threshold=2)
     for _ in range(2):
-        some.failed(some.decode[0], "it answered 500")
+        some.failed(some.decode[0], "it answered 500", clock.now())
     assert {some.pick_decode(b"").url for _ in range(6)} == set(ABC[1:])
     for member in some.decode[1:]:
         some.lost(member, "it died")

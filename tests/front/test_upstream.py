@@ -41,6 +41,12 @@ def test_bodies_have_a_length_are_chunked_or_end_with_the_connection() -> None:
     assert ask(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n") == (200, b"")
 
 
+def test_a_name_that_is_no_ascii_is_looked_up_and_said_as_dns_has_it() -> None:
+    """One that there is not is a server that does not answer."""
+    upstream = Upstream("http://日本.invalid:1", connect_s_max=5.0)
+    assert (upstream._host, upstream._authority) == ("xn--wgv71a.invalid", "xn--wgv71a.invalid:1")
+
+
 @pytest.mark.parametrize("extension", [b"", b";a=b"])
 def test_a_chunked_answer_comes_out_whole_wherever_it_is_cut(extension: bytes) -> None:
     chunks = b"".join(b"%x%s\r\n%s\r\n" % (size, extension, b"y" * size) for size in (1, 30, 16))
