@@ -240,6 +240,19 @@ def this_hour(clock: Clock) -> int:
     return int(clock.unix()) // _HOUR_S * _HOUR_S * 10**9
 
 
+def write_and_rename(
+    disk: FileSystem, temp: str, path: str, header: bytes, data: NDArray[np.uint8], used_ns: int
+) -> None:  # fmt: skip
+    """Write a file that is there whole or not at all, under another name first. Raises OSError: none is left."""
+    try:
+        disk.write(temp, header, data, used_ns)
+        disk.rename(temp, path)
+    except OSError:
+        with suppress(OSError):
+            disk.remove(temp)
+        raise
+
+
 def _opened(path: str, flags: int = 0) -> int:
     """A descriptor that reads. O_NONBLOCK: a pipe of this name must not hold the reader up."""
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | _NO_ATIME | flags)

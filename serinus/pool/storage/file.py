@@ -39,7 +39,7 @@ from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
 from serinus.pool.host import HostPool
-from serinus.pool.storage.disk import BLOCK_BYTES, WRITERS, Disk, FileSystem, this_hour
+from serinus.pool.storage.disk import BLOCK_BYTES, WRITERS, Disk, FileSystem, this_hour, write_and_rename
 from serinus.pool.storage.io import QueuedStorage, RareWarning, ShelfCounts
 from serinus.pool.storage.listings import Listings
 from serinus.pool.storage.removals import Notices
@@ -176,14 +176,8 @@ class PageFiles:
         with self._lock:
             self._temps += 1
             temp = f".{name.removesuffix('.page')}.{self._writer}-{self._temps}.tmp"
-        path, temp_path = self._path(name), self._path(temp)
-        try:
-            self._disk.write(temp_path, self._header(part, key, data, before), data, this_hour(self._clock))
-            self._disk.rename(temp_path, path)
-        except OSError:
-            with suppress(OSError):
-                self._disk.remove(temp_path)
-            raise
+        header, hour = self._header(part, key, data, before), this_hour(self._clock)
+        write_and_rename(self._disk, self._path(temp), self._path(name), header, data, hour)
         self._note(name, size, self._digest(before))
         with self._lock:
             self._written += size

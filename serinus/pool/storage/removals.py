@@ -24,7 +24,7 @@ import xxhash
 
 from serinus.core.clock import Clock
 from serinus.core.log import get_logger
-from serinus.pool.storage.disk import FileSystem, this_hour
+from serinus.pool.storage.disk import FileSystem, this_hour, write_and_rename
 from serinus.pool.storage.listings import Listings
 
 _log = get_logger("pool.storage")
@@ -80,13 +80,7 @@ class Notices:
         temp, path = f"{self._folder}/00/.{name}", f"{self._folder}/00/{name}"
         header = _HEADER.pack(_MAGIC, xxhash.xxh3_64_intdigest(body))
         data = np.frombuffer(body, np.uint8)
-        try:
-            self._disk.write(temp, header, data, this_hour(self._clock))
-            self._disk.rename(temp, path)
-        except OSError:
-            with suppress(OSError):
-                self._disk.remove(temp)
-            raise
+        write_and_rename(self._disk, temp, path, header, data, this_hour(self._clock))
         self._untold.clear()
 
     def _drop_old(self) -> None:
