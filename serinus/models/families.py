@@ -7,7 +7,7 @@ Both spellings are read: `rope_parameters`, `layer_types` (transformers 5) and `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -127,6 +127,16 @@ class Family:
     some layers slide, the others do not rotate."""
 
 
+_GLM = Family(
+    norm_eps=1.5625e-07,
+    qkv_bias=None,
+    output_bias=False,
+    fused_mlp=True,
+    head_size=128,
+    kv_head_count=2,
+    rotated=0.5,
+    interleaved=True,
+)
 FAMILIES: Mapping[str, Family] = {
     "CohereForCausalLM": Family(norm_eps=1e-5, cohere=True, norms=_COHERE_NORMS, interleaved=True, theta=500000.0),
     "Cohere2ForCausalLM": Family(
@@ -139,27 +149,8 @@ FAMILIES: Mapping[str, Family] = {
         pattern=4,
     ),
     "GemmaForCausalLM": Family(gemma=True, qkv_bias=None, head_size=256, kv_head_count=16),
-    "GlmForCausalLM": Family(
-        norm_eps=1.5625e-07,
-        qkv_bias=None,
-        output_bias=False,
-        fused_mlp=True,
-        head_size=128,
-        kv_head_count=2,
-        rotated=0.5,
-        interleaved=True,
-    ),
-    "Glm4ForCausalLM": Family(
-        norm_eps=1.5625e-07,
-        qkv_bias=None,
-        output_bias=False,
-        fused_mlp=True,
-        head_size=128,
-        kv_head_count=2,
-        rotated=0.5,
-        interleaved=True,
-        norms=_GLM4_NORMS,
-    ),
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(_GLM, norms=_GLM4_NORMS),
     "GptOssForCausalLM": Family(
         norm_eps=1e-5,
         head_size=64,
