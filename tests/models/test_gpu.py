@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -204,39 +206,44 @@ def test_two_ranks_give_the_tokens_of_one_gpu(family: str, tmp_path: Path) -> No
 def test_sums_of_ranks_have_the_same_bits_by_nccl_and_as_the_end_of_a_linear(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of few rows and of more, with a bias and behind a norm, queued kernel by kernel and recorded."""
+    """Of few rows and of more, with a bias and behind a norm, queued kernel by kernel and recorded. NCCL reads its
+    variables once in a process: each setting has a leader of its own, as its ranks are processes of their own."""
     sizes = {"hidden": 256, "intermediate": 1024, "heads": 8, "kv_heads": 2, "head_size": 128}
     biased = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     make_checkpoint(tmp_path, family, dtype="bfloat16", tokenizer=False, **sizes, **biased)  # type: ignore[arg-type]
+    found = []
+    for disabled in ("1", "0"):
+        monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            found.append(pool.submit(_answers_of_two_ranks, str(tmp_path)).result())
+    (by_nccl, nccl_added), (by_words, words_added) = found
+    assert (nccl_added, words_added) == ([False, False], [True, True])
+    assert by_words == by_nccl
+
+
+def _answers_of_two_ranks(path: str) -> tuple[list[tuple[list[int], list[float]]], list[bool]]:
+    """Tokens and their log-probabilities without recorded steps and with; whether linears ended with sums."""
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
-    added, linear = [], PeerExchange.linear_all_reduce
+    added: list[bool] = []
+    linear = PeerExchange.linear_all_reduce
 
     def counted(*given: Any) -> torch.Tensor | None:
         out = linear(*given)
-        added.append(out is not None)
+        added[-1] |= out is not None
         return out
 
-    monkeypatch.setattr(PeerExchange, "linear_all_reduce", counted)
+    PeerExchange.linear_all_reduce = counted  # type: ignore[method-assign]
+    answers = []
     for graphs in (None, 40):
-        answers: list[list[tuple[list[int], list[float]]]] = []
-        for disabled in ("1", "0"):
-            monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
-            added.clear()
-            with LLM(
-                str(tmp_path), device="cuda", dtype="bfloat16", max_total_tokens=8192, skip_tokenizer_init=True,
-                tp_size=2, cuda_graph_max_bs=graphs, disable_cuda_graph=not graphs, kv_canary="raise",
-                kv_canary_real_data="all",
-            ) as llm:  # fmt: skip
-                found = [
-                    out.outputs[0]
-                    for count in (3, 40)
-                    for out in llm.generate(
-                        [{"prompt_token_ids": random_ids(seed, 30)} for seed in range(count)], params, use_tqdm=False
-                    )
-                ]
-            answers.append([(each.token_ids, [told.logprob for told in each.logprobs or []]) for each in found])
-            assert any(added) is (disabled == "0")
-        assert answers[0] == answers[1]
+        added.append(False)
+        with LLM(
+            path, device="cuda", dtype="bfloat16", max_total_tokens=8192, skip_tokenizer_init=True, tp_size=2,
+            cuda_graph_max_bs=graphs, disable_cuda_graph=not graphs, kv_canary="raise", kv_canary_real_data="all",
+        ) as llm:  # fmt: skip
+            for count in (3, 40):
+                prompts = [{"prompt_token_ids": random_ids(seed, 30)} for seed in range(count)]
+                answers += [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
+    return [(each.token_ids, [told.logprob for told in each.logprobs or []]) for each in answers], added
 
 
 @pytest.mark.gpus(2)

@@ -72,15 +72,12 @@ def cut_of(rows: int, out_size: int, in_size: int, dtype: torch.dtype, *, is_gat
     """How a weight is cut for so many rows; None = cuBLAS computes it. `out_size`: of gate and up where it is gated."""
     if dtype is torch.float32 or not 0 < rows <= _ROWS_MAX:
         return None
-    few, wide, narrow = rows <= _FEW, out_size >= _HEAD_OUT, in_size >= 2 * out_size
+    few, wide = rows <= _FEW, out_size >= _HEAD_OUT
     cut: WeightCut | None
     if is_gated:
         out_size //= 2
-        if few:
-            wider = rows > 1 and in_size % 256 == 0
-            cut = WeightCut(outputs=64, inner=256 if wider else 128, stages=4 if rows == 1 else 3, swapped=True)
-        else:
-            cut = _whole(rows, out_size, in_size, factors=2)
+        is_round = few and _PROGRAMS // 2 < out_size // 64 <= _PROGRAMS
+        cut = WeightCut(outputs=64, inner=128, swapped=True) if is_round else _whole(rows, out_size, in_size, factors=2)
     elif wide:
         if rows == 1:
             cut = WeightCut(outputs=64, inner=256, swapped=True)
@@ -88,16 +85,29 @@ def cut_of(rows: int, out_size: int, in_size: int, dtype: torch.dtype, *, is_gat
             cut = WeightCut(outputs=16, inner=256, warps=2, stages=5, swapped=True)
         else:
             cut = WeightCut(outputs=128, inner=128, warps=8, stages=3, swapped=True, bulk=True)
-    elif not few:
+    elif few:
+        cut = _parted(out_size, in_size)
+    else:
         least = _LEAST_OUT if rows <= 32 else 0
         is_own = least <= out_size <= 64 * _PROGRAMS and in_size < 4 * out_size
         cut = _whole(rows, out_size, in_size) if is_own else None  # cuBLAS is as fast there, or faster
-    elif narrow:
-        cut = WeightCut(outputs=64, inner=128, parts=4, stages=4 if rows == 1 else 3, swapped=True)
-    else:
-        is_square = out_size <= in_size
-        cut = WeightCut(outputs=64, inner=256 if is_square else 128, stages=4 if is_square else 6, swapped=True)
     return cut if cut is not None and cut.fits(out_size, in_size) else None
+
+
+def _parted(out_size: int, in_size: int) -> WeightCut:
+    """Few rows: the inner dimension in as many parts as make one round of programs; where that leaves a third of the
+    multiprocessors idle, in as many as make three to each, which load half as much ahead."""
+    tiles = out_size // 64
+    whole, thrice = (_parts(tiles, in_size, rounds * _PROGRAMS) for rounds in (1, 3))
+    is_one = thrice == whole or _PROGRAMS * 2 // 3 <= tiles * whole <= _PROGRAMS
+    parts, stages = (whole, 6) if is_one else (thrice, 3)
+    return WeightCut(outputs=64, inner=128, parts=parts, stages=stages, swapped=True)
+
+
+def _parts(tiles: int, in_size: int, programs: int) -> int:
+    """As many parts of a long enough input as make no more than so many programs."""
+    found = [parts for parts in (4, 2) if tiles * parts <= programs and in_size % (128 * parts) == 0]
+    return found[0] if found and in_size > 1024 else 1
 
 
 def _whole(rows: int, out_size: int, in_size: int, factors: int = 1) -> WeightCut:
@@ -105,7 +115,7 @@ def _whole(rows: int, out_size: int, in_size: int, factors: int = 1) -> WeightCu
     them, where 64 outputs of each are enough. `factors`: weights that share an input."""
     swapped = rows <= 32  # a matrix unit takes 64 rows of the left factor
     outputs, inner = 32 if out_size <= 32 * _PROGRAMS and not swapped else 64, 64 if in_size % 128 else 128
-    stage = (outputs * factors + (32 if swapped else 64)) * inner * 2
+    stage = (outputs * factors + (_FEW if rows <= _FEW else 32 if swapped else 64)) * inner * 2
     return WeightCut(outputs=outputs, inner=inner, stages=_AHEAD_BYTES // stage, swapped=swapped, bulk=True)
 
 
