@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +120,11 @@ def seconds(job: Callable[[], object]) -> float:
     return CLOCK.now() - begin
 
 
-def step_ms(llm: LLM, prompts: list[list[int]], short: int = SHORT, long: int = LONG) -> float:
+def step_ms(llm: LLM, prompts: list[list[int]], short: int = SHORT, long: int = LONG) -> tuple[float, float]:
     """Milliseconds of a decode step of these prompts, which are cached: the mean from when all have `short` tokens to
-    when they have `long`. What the call does before and after that does not count. Under rotating:16 tokens are told
-    16 steps late, and the last of an answer at once: it goes on until these are none of the `long`."""
+    when they have `long`, and the median of these steps, which one that waited does not move. What the call does before
+    and after that does not count. Under rotating:16 tokens are told 16 steps late, and the last of an answer at once:
+    it goes on until these are none of the `long`."""
     counted: Any = llm
     turn, ends, told = llm._turn, list[float](), 0
 
@@ -140,7 +142,8 @@ def step_ms(llm: LLM, prompts: list[list[int]], short: int = SHORT, long: int = 
         llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     finally:
         del counted._turn
-    return (ends[long - 1] - ends[short - 1]) / (long - short) * 1e3
+    steps_ms = [(after - before) * 1e3 for before, after in pairwise(ends[short - 1 : long])]
+    return statistics.mean(steps_ms), statistics.median(steps_ms)
 
 
 def measure(llm: LLM, batches: list[int], said: dict[str, Any], card: dict[str, float]) -> None:
@@ -166,13 +169,13 @@ def measure(llm: LLM, batches: list[int], said: dict[str, Any], card: dict[str, 
     for batch in batches:
         prompts = prompts_of(batch, CONTEXTS[batch])
         run(prompts, 2)
-        took_ms = min(step_ms(llm, prompts) for _ in range(2))
+        took_ms, median_ms = min(step_ms(llm, prompts) for _ in range(2))
         context = CONTEXTS[batch] + (SHORT + LONG) / 2
         floor_ms = (read_bytes(spec, 2, batch) + batch * kv_bytes(spec, context)) / card["read_tb_s"] / 1e9 / ranks
         emit(
             "gpu_engine_decode", **said, batch=batch, context=context, step_ms=round(took_ms, 3),
-            floor_ms=round(floor_ms, 3), share=round(floor_ms / took_ms, 3), tok_s=round(batch / took_ms * 1e3),
-            card=card,
+            median_ms=round(median_ms, 3), floor_ms=round(floor_ms, 3), share=round(floor_ms / took_ms, 3),
+            tok_s=round(batch / took_ms * 1e3), card=card,
         )  # fmt: skip
 
 
