@@ -7,6 +7,7 @@ seconds); checkpoints without that file go through `AutoTokenizer`, never with r
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -34,6 +35,9 @@ _FILES = [
 ]
 _SPACE = "\u2581"
 """How SentencePiece writes a space."""
+_ANCHOR = "a"
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
+"""How SentencePiece writes a byte of a character that it has no token for."""
 _PRE = "tokenizer.ggml.pre"
 _BOS_FIRST = ("llama3", "llama-v3", "llama-bpe")
 _COUNTED_CHARS = 1 << 18
@@ -95,6 +99,9 @@ class Tokenizer:
         self._byte_of_char = byte_of_char()
         self._bytes: dict[int, bytes] = {}
         self._bos_id = backend.token_to_id(texts["bos_token"]) if "bos_token" in texts else None
+        anchor = backend.encode_batch_fast([_ANCHOR], add_special_tokens=False)[0].ids
+        self._anchor = anchor if backend.decode(anchor, False) == _ANCHOR else []
+        """Tokens of a text that `token_text` puts another one behind: decoders drop the first space of a text."""
         empty = backend.encode_batch_fast([""])[0].ids
         self._prepend_bos = bool(add_bos_token) and self._bos_id is not None and self._bos_id not in empty
         self._drop_bos = add_bos_token is False and self._bos_id is not None and empty[:1] == [self._bos_id]
@@ -159,14 +166,19 @@ class Tokenizer:
         return self._backend.token_to_id(text)
 
     def token_text(self, token_id: int) -> str:
-        """One token as people see it in a list of log-probabilities."""
+        """One token as it prints within a text: a list of log-probabilities shows it so."""
         if self.byte_level:
             return self.token_bytes(token_id).decode("utf-8", errors="replace")
-        return self._backend.decode([token_id], False)
+        text = self._backend.decode([*self._anchor, token_id], False)
+        return text[len(_ANCHOR) :] if self._anchor else text
 
     def token_raw(self, token_id: int) -> bytes:
-        """The bytes behind `token_text`; those of a half character are only known to byte-level vocabularies."""
-        return self.token_bytes(token_id) if self.byte_level else self.token_text(token_id).encode()
+        """The bytes behind `token_text`, those of a part of a character too: joined they are the text."""
+        if self.byte_level:
+            return self.token_bytes(token_id)
+        text = self.token_text(token_id)
+        byte = _BYTE_PIECE.fullmatch(self._backend.id_to_token(token_id) or "")
+        return text.encode() if byte is None or text == byte[0] else bytes.fromhex(byte[1])
 
     def detokenizer(self, *, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> Detokenizer:
         """A detokenizer for one answer to `prompt`."""

@@ -76,6 +76,16 @@ def test_a_token_shows_its_text_and_its_bytes(byte_folder: Path) -> None:
     assert tokenizer.token_raw(tokenizer.encode("<eos>")[0]) == b"<eos>"
 
 
+def test_tokens_of_a_sentence_piece_vocabulary_keep_their_spaces_and_join_to_the_text(piece_folder: Path) -> None:
+    tokenizer = load_tokenizer(str(piece_folder))
+    text = " the b ab 日本é!🙂"
+    before, ids = (tokenizer.encode(each, add_special_tokens=False) for each in ("a", "a" + text))
+    ids = ids[len(before) :]
+    assert b"".join(tokenizer.token_raw(each) for each in ids) == text.encode()
+    names = {name: tokenizer.token_text(tokenizer.token_id(name) or 0) for name in ("▁", "▁b", "b", "<0xE9>", "</s>")}
+    assert names == {"▁": " ", "▁b": " b", "b": "b", "<0xE9>": "\ufffd", "</s>": "</s>"}
+
+
 def test_text_that_is_no_unicode_is_refused(byte_folder: Path) -> None:
     with pytest.raises(BadRequest, match="valid Unicode"):
         load_tokenizer(str(byte_folder)).encode("a\ud800")
