@@ -4,7 +4,7 @@ from serinus.runner.flight import Behind, Flight
 from serinus.runner.grammar_masks import GrammarMasks
 from serinus.runner.graphs import batch_sizes
 from serinus.runner.runner import Runner
-from serinus.runner.sampler import Sampled, Sampler
+from serinus.runner.sampler import Sampler
 from serinus.runner.token_oracle import oracle_token
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "Flight",
     "GrammarMasks",
     "Runner",
-    "Sampled",
     "Sampler",
     "batch_sizes",
     "oracle_token",

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from serinus.core.errors import InvariantError
 from serinus.core.plan import SeqResult, SeqWork
 from serinus.core.request import TokenLogprobs
-from serinus.runner.sampler import Chosen, Sampled
+from serinus.runner.sampler import Chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +23,10 @@ class ChosenRows:
     """Tokens of some of a step's rows."""
 
     chosen: Chosen
-    finish: Callable[[list[Sampled]], list[Sampled]] | None = None
+    finish: Callable[[list[SeqResult]], list[SeqResult]] | None = None
     """Says more of them, once they are on the host; None = there is nothing to say."""
 
-    def read(self) -> list[Sampled]:
+    def read(self) -> list[SeqResult]:
         """Them on the host; waits for the device."""
         found = self.chosen.read()
         return found if self.finish is None else self.finish(found)
@@ -71,10 +71,15 @@ class Flight:
 
     def read(self) -> tuple[SeqResult, ...]:
         """What was found for each of `work`. Waits for the device, as far as this step needs it."""
-        sampled = [each for rows in self.rows for each in rows.read()]
-        found = dict(zip(self.sampling, sampled, strict=False))  # slices that do not sample found nothing
-        places, sums = self.prompts, self.pooled
-        return tuple([_result(found.get(i), places.get(i, ()), sums.get(i, b"")) for i in range(len(self.work))])
+        chosen = [each for rows in self.rows for each in rows.read()]
+        if len(chosen) < len(self.work):  # chunks that are not the last; slices that do not sample found nothing
+            found = dict(zip(self.sampling, chosen, strict=False))
+            chosen = [found.get(i) or SeqResult() for i in range(len(self.work))]
+        for i, places in self.prompts.items():
+            chosen[i].prompt_logprobs = places
+        for i, states in self.pooled.items():
+            chosen[i].pooled = states
+        return tuple(chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +92,3 @@ class Behind:
     are prompt chunks."""
     chooses: bool = True
     """Whether the tokens of the new step are chosen as well; else by `Runner.choose`, before anything else is run."""
-
-
-def _result(chosen: Sampled | None, prompt: tuple[TokenLogprobs, ...], pooled: bytes) -> SeqResult:
-    if chosen is None:
-        return SeqResult(prompt_logprobs=prompt, pooled=pooled)
-    return SeqResult(
-        token=None if chosen.failure else chosen.token, logprobs=chosen.logprobs, ends=chosen.ends,
-        failure=chosen.failure, prompt_logprobs=prompt, pooled=pooled,
-    )  # fmt: skip

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from serinus.core.errors import InvariantError, OutOfMemory, StepAbandoned
 from serinus.core.parts import Part
-from serinus.core.plan import SampleSpec, SeqWork, StepPlan, StepResult, TableWrite
+from serinus.core.plan import SampleSpec, SeqResult, SeqWork, StepPlan, StepResult, TableWrite
 from serinus.core.request import TokenLogprobs
 from serinus.core.sampling import SamplingParams
 from serinus.kernels import FP8_FORMATS, Kernels
@@ -28,7 +28,7 @@ from serinus.runner.flight import Behind, ChosenRows, Flight
 from serinus.runner.grammar_masks import GrammarMasks, StepMasks
 from serinus.runner.graphs import StepGraphs
 from serinus.runner.inbox import Inbox
-from serinus.runner.sampler import Chosen, Sampled, Sampler, token_logprobs
+from serinus.runner.sampler import Chosen, Sampler, token_logprobs
 from serinus.runner.step_batch import StepBatch, put_batch
 from serinus.runner.token_oracle import OracleSampler
 
@@ -360,15 +360,16 @@ class Runner:
         given = {row: replace(chosen.logprobs[row], hidden=states[at].tobytes()) for at, row in enumerate(asked)}
         chosen.logprobs = {**chosen.logprobs, **given}
 
-    def _with_ends(self, chosen: Sequence[Sampled], rids: Sequence[str], masks: StepMasks) -> list[Sampled]:
+    def _with_ends(self, chosen: Sequence[SeqResult], rids: Sequence[str], masks: StepMasks) -> list[SeqResult]:
         """The same, with what the grammars say of it: which answers are complete, and which cannot go on."""
         assert self._grammars is not None, "runner: masks without grammars"
         found = list(chosen)
         for row in masks.rows:
-            if self._grammars.chosen(rids[row], chosen[row].token) or row in masks.last:
-                found[row] = replace(chosen[row], ends=True)
+            token = found[row].token
+            if token is not None and (self._grammars.chosen(rids[row], token) or row in masks.last):
+                found[row] = replace(found[row], ends=True)
         for row, reason in masks.failures.items():
-            found[row] = replace(chosen[row], failure=reason)
+            found[row] = SeqResult(failure=reason)
         return found
 
     def _begin_masks(self, work: Sequence[SeqWork], sampling: Sequence[int]) -> Future[StepMasks] | None:
@@ -414,11 +415,11 @@ def _out_of_memory(plan: StepPlan, where: str, error: Exception) -> str:
     )
 
 
-def _without_masks(chosen: Sequence[Sampled], specs: Sequence[SampleSpec]) -> list[Sampled]:
+def _without_masks(chosen: Sequence[SeqResult], specs: Sequence[SampleSpec]) -> list[SeqResult]:
     """The same; those with a grammar fail."""
     reason = "grammar: this engine has no tokenizer, samples from no logits, or runs with --grammar-backend none"
     return [
-        each if spec.params.grammar is None else replace(each, failure=reason)
+        each if spec.params.grammar is None else SeqResult(failure=reason)
         for each, spec in zip(chosen, specs, strict=True)
     ]
 

@@ -12,28 +12,13 @@ from typing import Any
 
 import torch
 
-from serinus.core.plan import SampleSpec
+from serinus.core.plan import SampleSpec, SeqResult
 from serinus.core.request import TokenLogprobs
 from serinus.kernels import Kernels, RowSampling, carry_words
 from serinus.runner.grammar_masks import StepMasks
 
 _COLDEST = 1e-20
 """Temperatures below this are this: its inverse, times a difference of scores, stays within fp32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """What was chosen for one row."""
-
-    token: int
-    """Id of the chosen token."""
-    logprobs: TokenLogprobs | None = None
-    """Of the distribution that the row may be chosen from, where asked for: the model's own, or what a grammar leaves
-    of it."""
-    ends: bool = False
-    """As SeqResult has it."""
-    failure: str = ""
-    """As SeqResult has it; the token means nothing then."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +28,8 @@ class Chosen:
     tokens_B: torch.Tensor
     """int64. On a device what chooses them may be queued and not done."""
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    """By row, where asked for."""
+    """By row, where asked for: of the distribution that the row may be chosen from, the model's own or what a grammar
+    leaves of it."""
     _copy_B: torch.Tensor = field(init=False)
     _copied: Any = None
 
@@ -55,11 +41,11 @@ class Chosen:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
-    def read(self) -> list[Sampled]:
+    def read(self) -> list[SeqResult]:
         """Them on the host. Waits until the device has chosen them, and for nothing that was queued behind that."""
         if self._copied is not None:
             self._copied.synchronize()
-        return [Sampled(token=token, logprobs=self.logprobs.get(i)) for i, token in enumerate(self._copy_B.tolist())]
+        return [SeqResult(token=token, logprobs=self.logprobs.get(i)) for i, token in enumerate(self._copy_B.tolist())]
 
 
 class Sampler:
