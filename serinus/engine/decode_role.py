@@ -37,6 +37,8 @@ from serinus.sched import ChunkReady, PrefillPace, Scheduler
 from serinus.wire import Gone, PeerMessage
 
 _log = get_logger("engine")
+_OWN_FAULTS = {"timeout": 504, "grammar": 400}
+"""Statuses of requests that end at a prefill engine for their own sake, as they would here: no handoff failed."""
 
 
 class DecodeRole(PortRole):
@@ -103,7 +105,7 @@ class DecodeRole(PortRole):
             self._metrics.add("num_recomputed_requests", 1, code)
 
     def turn(self, now: float, messages: Sequence[PeerMessage | Gone], turns: int) -> list[TokenDelta]:
-        for reservation in self._scheduler.take_reservations(now, self._paces()):
+        for reservation in self._scheduler.take_reservations(now, self._paces(), self._still()):
             request = reservation.request
             self._metrics.observe("kv_transfer_alloc_ms", 1e3 * (now - request.arrival))
             start = StartHandoff(
@@ -126,6 +128,10 @@ class DecodeRole(PortRole):
         these stand in a prefill engine's line already when it is decided where they are computed."""
         up = [] if self._optimistic else [p for p in self.port.machine.peers if p.state is PeerState.UP]
         return {peer.address: PrefillPace(queue_s=peer.queue_s, token_s=peer.token_s) for peer in up}
+
+    def _still(self) -> frozenset[str]:
+        """Addresses of prefill engines that stand still."""
+        return frozenset(peer.address for peer in self.port.machine.peers if peer.pulse.stands_still)
 
     def computed(self, chunks: Sequence[ChunkReady], now: float) -> None:
         assert not chunks, f"engine: {len(chunks)} chunks for peers, expected none in a decode engine"
@@ -262,5 +268,6 @@ class DecodeRole(PortRole):
             return
         delta = self._scheduler.abort(result.rid, result.reason)
         if delta is not None:
-            reason = f"pd: the handoff failed ({result.code}): {result.reason}"
-            self._deltas.append(replace(delta, finish=FinishReason.ERROR, error=reason, error_status=502))
+            own = _OWN_FAULTS.get(result.code)
+            reason = result.reason if own else f"pd: the handoff failed ({result.code}): {result.reason}"
+            self._deltas.append(replace(delta, finish=FinishReason.ERROR, error=reason, error_status=own or 502))

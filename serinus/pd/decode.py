@@ -63,7 +63,7 @@ from serinus.wire.messages import (
 )
 
 _CODES: Final = frozenset(
-    {"aborted", "deadline", "error", "expired", "kv_canary", "mismatch", "peer_gone", "rejected", "shutdown",
+    {"aborted", "deadline", "error", "expired", "grammar", "kv_canary", "mismatch", "peer_gone", "rejected", "shutdown",
      "timeout", "transfer"}
 )  # fmt: skip
 """Reasons a prefill engine may give; they become labels of a metric, so a peer does not invent new ones."""

@@ -12,9 +12,6 @@ from serinus.sched.page_row import PageRow
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.settings import SchedSettings
 
-_COMING = (Phase.PREFILL, Phase.TRANSFER)
-"""Phases of requests that publish what they lack."""
-
 
 class Admission:
     """Places a request on pages, or says no and changes nothing."""
@@ -24,6 +21,8 @@ class Admission:
         self._allocator = allocator
         self._batch = batch
         self._page_size = settings.page_size
+        self.still: frozenset[str] = frozenset()
+        """Addresses of prefill engines that stand still: no request waits for prompts that they owe."""
 
     def growth_pages(self, place: int = 0) -> int:
         """Pages of a part (its place among the parts) that running requests, and those in transit, may still take:
@@ -100,7 +99,8 @@ class Admission:
         """Whether another request is about to publish at least half of what this request would compute.
 
         Waiting for it costs less than computing (or fetching) the same pages twice: `n` answers to one prompt, or
-        many questions about one document. It ends: the other publishes chunk by chunk, or ends, or goes.
+        many questions about one document. It ends: the other publishes chunk by chunk, or ends, or goes, or its
+        prefill engine stands still.
         Cost: a look at the other while it has published nothing more; else one comparison with each request that
         computes, or awaits, a prompt with the same first page. Notes what requests under way publish for it of less
         than that half (`coming`).
@@ -109,14 +109,14 @@ class Admission:
         if not self._allocator.shares:
             return False
         twin, state.twin = state.twin, None
-        if twin is not None and twin.phase in _COMING and twin.published == state.twin_published:
+        if twin is not None and self._is_coming(twin) and twin.published == state.twin_published:
             state.twin = twin
             return True
         cached: int | None = None
         for other in chain(self._batch.prefilling, self._batch.transfer.values()):
             if other.request.cache_salt != state.request.cache_salt or other.head != state.head:
                 continue
-            if other.alone:  # it publishes when it ends
+            if other.alone or not self._is_coming(other):  # alone: it publishes when it ends
                 continue
             shared = self._shared_tokens(state, other)
             if shared < self._page_size:
@@ -132,6 +132,12 @@ class Admission:
             if other.under_way:
                 state.coming = max(state.coming, gain)
         return False
+
+    def _is_coming(self, state: ReqState) -> bool:
+        """Whether a request is about to publish what it lacks."""
+        if state.phase is Phase.TRANSFER:
+            return state.request.prefill_address not in self.still
+        return state.phase is Phase.PREFILL
 
     def may_be_early(self, state: ReqState) -> bool:
         """Whether it may be placed before the result of the plan under way is known (behind `has_twin`): it finds no

@@ -54,7 +54,7 @@ class Scheduler:
         self._chain_hashes = chain_hashes
         self._allocator = allocator = PageAllocator(settings, cache)
         self._batch = batch = Batch(allocator, settings.depth, verifies=settings.heals or settings.raises)
-        admission = Admission(settings, allocator, batch)
+        self._admission = admission = Admission(settings, allocator, batch)
         shares = FairShares()
         self.incoming = Incoming(settings, allocator, batch, admission, shares)
         """For prompts that prefill engines compute: what was decided of them, and pages that peers may write."""
@@ -330,13 +330,15 @@ class Scheduler:
         return state is not None and state.phase in (Phase.PREALLOC, Phase.TRANSFER)
 
     def take_reservations(
-        self, now: float, there: Mapping[str, PrefillPace] | None = None
-    ) -> tuple[Reservation, ...]:  # fmt: skip
+        self, now: float, there: Mapping[str, PrefillPace] | None = None, still: frozenset[str] = frozenset()
+    ) -> tuple[Reservation, ...]:
         """Reserve pages for remote requests, oldest first, as far as there is room; their cached prefix is locked.
 
         To be called before every plan while remote requests wait: the planner admits no request that comes behind a
-        remote one without room or without a row. `there`: paces of prefill engines, by address.
+        remote one without room or without a row. `there`: paces of prefill engines, by address. `still`: those that
+        stand still.
         """
+        self._admission.still = still
         paces = Paces(here=self._planner.prefill_pace, there=dict(there or {}))
         return tuple(self.incoming.reserve(now, self._planner.blocked, self._requests.go_local, paces))
 

@@ -11,7 +11,7 @@ deadline has come before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -26,7 +26,7 @@ from serinus.core.plan import StepPlan
 from serinus.core.request import Request, TokenDelta
 from serinus.pd import DigestPiece, Mode, MovePiece, TakeIn
 from serinus.ranks import LeaderLine
-from serinus.sched import PrefillPace, Scheduler
+from serinus.sched import Scheduler
 from serinus.sched.request_state import Phase, ReqState
 
 _ORDER_S = 0.002
@@ -77,8 +77,8 @@ class WatchedScheduler(Scheduler):
             self.note("sent", rid=self.client_of(rid))
         return super().handoff_ended(rid)
 
-    def take_reservations(self, now: float, there: Mapping[str, PrefillPace] | None = None) -> tuple[Reservation, ...]:
-        found = super().take_reservations(now, there)
+    def take_reservations(self, now: float, *peers: Any) -> tuple[Reservation, ...]:
+        found = super().take_reservations(now, *peers)
         for reservation in found:
             self.note("granted", rid=reservation.rid)
         self.reserved.update({reservation.rid: reservation for reservation in found})

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from serinus.core.grammar import Grammar
 from serinus.core.request import FinishReason
 from serinus.engine.deadlines import Deadlines
 from serinus.models import load_spec
@@ -259,6 +260,24 @@ def test_a_prompt_too_late_for_prefill_is_computed_by_decode_for_that_reason(
         names = ("num_bootstrap_failed_reqs", "num_transfer_failed_reqs")
         counts = [driver.built.metrics.get(name, "timeout") for name in names]
         assert counts == [0, count], "pages were granted, and each is counted once"
+    both.check()
+
+
+@pytest.mark.parametrize(("why", "status"), [("timeout", 504), ("grammar", 400)])
+def test_a_request_that_ends_at_prefill_for_its_own_sake_is_no_failed_handoff(toy: Path, why: str, status: int) -> None:
+    both = pair(toy, decode_settings={"on_failure": "error"}, prefill_settings={"request_s_max": 0.05})
+    both.add("measure", [9] * 17, 1)
+    both.run_until_idle()  # prefill knows how fast it is
+    both.add(
+        "one",
+        [1] * (60 if why == "timeout" else 8),
+        4,
+        **({"grammar": Grammar(kind="regex", text="a")} if why == "grammar" else {}),
+    )
+    both.run_until_idle()
+    (last,) = both.deltas["one"]
+    assert (last.finish, last.error_status) == (FinishReason.ERROR, status)
+    assert "handoff" not in last.error
     both.check()
 
 

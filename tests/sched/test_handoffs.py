@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -288,6 +289,15 @@ def test_copies_of_one_prompt_are_transferred_once() -> None:
     pair.check_answers()
     handed = [pair.decode.answers[rid].last.usage.handoff_tokens for rid in ("a", "b", "c")]  # type: ignore[union-attr]
     assert handed == [22, 2, 2]
+
+
+def test_a_request_waits_no_longer_for_the_same_prompt_at_an_engine_that_stands_still() -> None:
+    engine = TinyEngine()
+    for rid, address in (("a", "tcp://one"), ("b", "tcp://two"), ("c", "tcp://one")):
+        engine.scheduler.add(replace(make_request(rid, PROMPT), prefill_address=address), remote=True)
+    still = frozenset({"tcp://one"})
+    taken = [engine.scheduler.take_reservations(0.0, {}, each) for each in (frozenset(), frozenset(), still)]
+    assert [[reservation.rid for reservation in each] for each in taken] == [["a"], [], ["b"]]  # c waits for b
 
 
 @pytest.mark.parametrize("new_tokens", [1, 6])
