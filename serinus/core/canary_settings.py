@@ -42,7 +42,8 @@ class CanarySettings:
     kv_canary_stream: str = setting(
         "eager",
         "with heal, when a token of a stream leaves: eager = after the verdict of its step; confirmed = once all KV"
-        " that it was computed on is verified (with rotating:N up to N-1 steps later)",
+        " that it was computed on is verified (with rotating:N up to N-1 steps later); with log-probabilities always"
+        " confirmed",
         choices=("eager", "confirmed"),
     )
     kv_canary_heals_max: int = setting(

@@ -119,6 +119,8 @@ class Scheduler:
         deadline = deadline_of(request, self.settings)
         if remote and (reason := request.sampling.stays_home):
             remote, local_reason = False, reason
+        # an id that is computed again can be compared with the one that left; a log-probability cannot
+        leaves_early = request.stream and not self.settings.confirms_streams and request.sampling.logprobs is None
         self._arrivals += 1
         state = ReqState(
             request=request,
@@ -136,7 +138,7 @@ class Scheduler:
             turn_size=self.settings.turn_size or self.settings.page_size,
             verify_steps=self.settings.verify_steps,
             verify_windows=self._verify_windows,
-            confirmed=self.settings.heals and (self.settings.confirms_streams or not request.stream),
+            confirmed=self.settings.heals and not leaves_early,
         )
         if not remote and self._planner.is_late(state, request.arrival):
             raise TooLate(

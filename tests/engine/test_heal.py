@@ -87,9 +87,10 @@ def test_an_eager_stream_with_a_wrong_token_ends_with_an_error_that_names_it(toy
     assert "verify_real_kv_hash" in end.error
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_confirmed_tokens_are_never_wrong(toys: dict[str, Path], stream: bool) -> None:
-    engine = Watched(toys["full"], **ROTATING, **({"kv_canary_stream": "confirmed"} if stream else {}))
+@pytest.mark.parametrize(("mode", "stream"), [("confirmed", True), ("eager", True), ("eager", False)])
+def test_confirmed_tokens_and_log_probabilities_are_never_wrong(toys: dict[str, Path], mode: str, stream: bool) -> None:
+    """A stream with log-probabilities is confirmed in either mode."""
+    engine = Watched(toys["full"], **ROTATING, kv_canary_stream=mode)
     prompt = [*SHARED[0], 201]
     right = toy_continue(engine.built.spec, prompt, 30)
     add(engine, "one", prompt, 30, stream=stream, logprobs=1)
