@@ -99,6 +99,7 @@ BROKEN = [
     ("glm45", "<tool_call>now\n<arg_key>a</arg_key><arg_value>cut"),
     ("qwen3_coder", "<tool_call>x<function=now></function></tool_call>"),
     ("openai", "just a text < of no channel"),
+    ("openai", " to=functions.now, a text of no channel"),
     ("openai", "<|channel|>commentary to=browser.search<|message|>cats"),
     ("openai", "<|channel|>" + "x" * 3000),
 ]  # fmt: skip
@@ -159,6 +160,14 @@ def test_a_good_call_behind_a_broken_one_is_found() -> None:
         answer = answer_of(run(parser_of("hermes"), pieces))
         assert [call.name for call in answer.calls] == ["now"]
         assert answer.content == 'a <tool_call><tool_call>{"name": "fly"} b'
+
+
+def test_a_call_goes_on_with_the_header_that_the_prompt_has_begun() -> None:
+    text = f" to=functions.get_weather<|channel|>commentary json<|message|>{ARGS}<|call|>"
+    for pieces in ([text], list(text)):
+        answer = answer_of(run(parser_of("openai", "<|start|>assistant"), pieces))
+        assert [(call.name, call.arguments) for call in answer.calls] == [("get_weather", ARGS)]
+        assert answer.content == ""
 
 
 def test_arguments_flow_as_they_are_written() -> None:
