@@ -87,6 +87,7 @@ BROKEN = [
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": oops}}</tool_call>'),
     ("hermes", 'see <tool_call>{"name": "now", "arguments": {"a": "cut o'),
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": NaN}} </tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": [-1e999]}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "now", "arguments": "\\ud800"}</tool_call>'),
     ("hermes", '<tool_call>{"name": ["now"], "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>' + '{"' + "x" * 20000),
