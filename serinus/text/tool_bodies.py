@@ -234,6 +234,8 @@ class PairForm:
     key_end: str
     value_begin: str = ""
     value_end: str
+    value_lines: bool = False
+    """A value stands in lines of its own: the line feeds around it are none of it."""
     end: str
     """Stands at the end of the call."""
 
@@ -306,7 +308,8 @@ class PairsBody(CallBody):
         self._seek(self._valued, self._form.value_end)
 
     def _valued(self, before: str, mark: str) -> None:
-        value = _value_json(before, self.tools[self.name], self._key)
+        text = before.removeprefix("\n").removesuffix("\n") if self._form.value_lines else before
+        value = _value_json(text, self.tools[self.name], self._key)
         self.pieces.append(f"{', ' if self._count else '{'}{json.dumps(self._key, ensure_ascii=False)}: {value}")
         self._count += 1
         self._seek(self._between, self._form.key_begin, self._form.end)
@@ -314,7 +317,6 @@ class PairsBody(CallBody):
 
 def _value_json(text: str, schema: Mapping[str, Any], key: str) -> str:
     """The JSON of a value that was written bare: a text where the schema says so, or where it is no JSON."""
-    text = text.removeprefix("\n").removesuffix("\n")
     properties = schema.get("properties")
     declared = properties.get(key) if isinstance(properties, Mapping) else None
     kind = declared.get("type") if isinstance(declared, Mapping) else None

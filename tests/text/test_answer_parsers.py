@@ -163,6 +163,20 @@ def test_a_good_call_behind_a_broken_one_is_found() -> None:
         assert answer.content == 'a <tool_call><tool_call>{"name": "fly"} b'
 
 
+PAIRS = {
+    "glm45": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\n{}\n</parameter>\n</function>\n</tool_call>",
+}
+"""A call with a value that is written bare."""
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("city", ["\n# Rome\n\n", "\n", "", " 5\n"])
+def test_a_text_keeps_the_line_feeds_around_it(name: str, city: str) -> None:
+    (call,) = answer_of(run(parser_of(name), [PAIRS[name].format(city)])).calls
+    assert json.loads(call.arguments) == {"city": city}
+
+
 def test_a_call_goes_on_with_the_header_that_the_prompt_has_begun() -> None:
     text = f" to=functions.get_weather<|channel|>commentary json<|message|>{ARGS}<|call|>"
     for pieces in ([text], list(text)):
