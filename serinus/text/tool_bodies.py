@@ -16,6 +16,7 @@ from typing import Any
 
 from serinus.text.answer import first_of, held_back, parsed
 from serinus.text.json_scan import JsonScan
+from serinus.text.schema_types import types_allowed, types_of
 
 Tools = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters of the functions that may be called, by name."""
@@ -316,9 +317,12 @@ class PairsBody(CallBody):
 
 
 def _value_json(text: str, schema: Mapping[str, Any], key: str) -> str:
-    """The JSON of a value that was written bare: a text where the schema says so, or where it is no JSON."""
+    """The JSON of a value that was written bare: a text where it is no JSON, where the schema says so, and where the
+    schema allows texts but not what the JSON is."""
     properties = schema.get("properties")
     declared = properties.get(key) if isinstance(properties, Mapping) else None
     kind = declared.get("type") if isinstance(declared, Mapping) else None
-    is_json = kind != "string" and (parsed(text) is not None or text.strip() == "null")
+    value, allowed = parsed(text), types_allowed(declared, schema)
+    is_text = kind == "string" or ("string" in allowed and allowed.isdisjoint(types_of(value)))
+    is_json = not is_text and (value is not None or text.strip() == "null")
     return text.strip() if is_json else json.dumps(text, ensure_ascii=False)

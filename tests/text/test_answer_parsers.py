@@ -177,6 +177,56 @@ def test_a_text_keeps_the_line_feeds_around_it(name: str, city: str) -> None:
     assert json.loads(call.arguments) == {"city": city}
 
 
+NULLABLE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+LOOP = {"$ref": "#/$defs/Loop"}
+DEFS = {
+    "Size": {"type": "string", "enum": ["1", "2"]},
+    "Size/~": {"enum": ["1", None]},
+    "Loop": {"anyOf": [LOOP, LOOP]},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        (NULLABLE, "90210", "90210"),
+        (NULLABLE, "true", "true"),
+        (NULLABLE, '["a"]', '["a"]'),
+        (NULLABLE, "null", None),
+        (NULLABLE, '"Rome"', "Rome"),
+        ({"type": "string"}, '"Rome"', '"Rome"'),
+        ({"type": ["string", "null"]}, "5", "5"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "5", 5),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "5.0", "5.0"),
+        ({"type": ["string", "number"]}, "5", 5),
+        ({"$ref": "#/$defs/Size", "default": "1"}, "2", "2"),
+        ({"allOf": [{"$ref": "#/$defs/Size"}]}, "2", "2"),
+        ({"anyOf": [{"$ref": "#/$defs/Size~1~0"}, {"type": "boolean"}]}, "1", "1"),
+        ({"anyOf": [{"$ref": "#/$defs/Size~1~0"}, {"type": "boolean"}]}, "null", None),
+        ({"anyOf": [{"$ref": "#/$defs/Size~1~0"}, {"type": "boolean"}]}, "true", True),
+        ({"const": "1"}, "1", "1"),
+        ({"enum": ["1", 2]}, "2", 2),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "many", "many"),
+        ({"anyOf": [{"type": "string"}, {}]}, "5", 5),
+        ({"description": "A size"}, "5", 5),
+        (LOOP, "5", 5),
+        ({"anyOf": [LOOP, {"type": "string"}]}, "5", "5"),
+        ({"$ref": "#/$defs/None"}, "5", 5),
+        ({"$ref": "other.json#/$defs/Size"}, "5", 5),
+        ({"type": [{}], "anyOf": "string", "enum": 5, "$ref": 5}, "5", 5),
+        (True, "5", 5),
+    ],
+)
+def test_a_bare_value_is_what_its_schema_allows(schema: Any, written: str, value: Any) -> None:
+    tools = {"get_weather": {"properties": {"city": schema}, "$defs": DEFS}}
+    for name, text in PAIRS.items():
+        parser = answer_style("", tool_call_parser=name).parser(prompt="", tools=tools, reasoning=False)
+        assert parser is not None
+        (call,) = answer_of(run(parser, [text.format(written)])).calls
+        assert repr(json.loads(call.arguments)) == repr({"city": value}), name
+
+
 def test_a_call_goes_on_with_the_header_that_the_prompt_has_begun() -> None:
     text = f" to=functions.get_weather<|channel|>commentary json<|message|>{ARGS}<|call|>"
     for pieces in ([text], list(text)):
