@@ -149,6 +149,8 @@ class Conversation:
     style: AnswerStyle
     use: ToolUse | None
     body: ChatBody
+    said: str
+    """The message that the answer goes on with; empty = it is a message of its own."""
     thinks: bool
     """Whether the answer may begin with thoughts that are to be told apart."""
 
@@ -160,6 +162,7 @@ class Conversation:
             tools=None if use is None else use.schemas,
             reasoning=self.thinks,
             forced=use is not None and bool(use.must),
+            said=self.said,
         )
         if parser is None:
             return None
@@ -211,10 +214,11 @@ async def prepare(front: Front, body: ChatBody, *, limit_field: str, field: str 
         continue_final_message=bool(body.continue_final_message),
         extra=extra,
     )
+    said = checked_messages(body.messages[-1:])[0]["content"] if body.continue_final_message else ""
     then, budget = params.grammar, thinking_budget(body, style, tokenizer)
     separates = body.separate_reasoning is not False
     with fields_as({r"^grammar": grammar_name}):
-        grammar = thoughts_first(style, text, then, budget, tokenizer, shown=separates)
+        grammar = thoughts_first(style, text, then, budget, tokenizer, said=said, shown=separates)
     params = replace(params, grammar=grammar)
     special = bool(body.add_special_tokens)  # templates write their own
     asks = await front.asks(
@@ -226,4 +230,4 @@ async def prepare(front: Front, body: ChatBody, *, limit_field: str, field: str 
         grammar_fields=[grammar_name],
     )
     thinks = separates and (then is None or params.grammar is not then)
-    return Conversation(asks=asks, style=style, use=use, body=body, thinks=thinks)
+    return Conversation(asks=asks, style=style, use=use, body=body, said=said, thinks=thinks)

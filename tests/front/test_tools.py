@@ -333,6 +333,19 @@ def test_thoughts_that_are_not_told_apart_or_are_over_are_none(thinker: tuple[Ru
         assert takes(script, grammar_of(front), "123") == "123"
 
 
+def test_thoughts_that_the_last_message_has_begun_go_on(thinker: tuple[RunningFront, Script]) -> None:
+    front, script = thinker
+    begun = {"role": "assistant", "content": [{"type": "text", "text": "<think>\nI begin"}]}
+    body = {"messages": [USER, begun], "continue_final_message": True, "regex": "[0-9]{3}"}
+    message = ask(thinker, " and end</think>\n123", **body)["message"]
+    assert (message["reasoning_content"], message["content"]) == (" and end", "123")
+    assert takes(script, grammar_of(front), " and end</think>\n123") == " and end</think>\n123"
+    deltas = [choice["delta"] for choice in streamed(thinker, " and end</think>\n123", **body)]
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == " and end"
+    ask(thinker, "123", **{**body, "messages": [USER, {"role": "assistant", "content": "<think>hm</think>It is"}]})
+    assert takes(script, grammar_of(front), "<think>") == ""
+
+
 def test_a_grammar_that_is_wrong_behind_thoughts_is_refused_by_its_field(thinker: tuple[RunningFront, Script]) -> None:
     more = {"chat_template_kwargs": {"enable_thinking": True}}
     field, said = refused(thinker, structural_tag={"format": {"type": "yaml"}}, **more)

@@ -123,9 +123,11 @@ def joined(deltas: Iterable[AnswerDelta]) -> list[AnswerDelta]:
     return out
 
 
-def parser_of(name: str, prompt: str = "", *, tools: bool = True, reasoning: str = "none") -> AnswerParser:
+def parser_of(
+    name: str, prompt: str = "", *, tools: bool = True, reasoning: str = "none", said: str = ""
+) -> AnswerParser:
     style = answer_style("", tool_call_parser=name, reasoning_parser="openai" if name == "openai" else reasoning)
-    parser = style.parser(prompt=prompt, tools=TOOLS if tools else None, reasoning=True)
+    parser = style.parser(prompt=prompt, tools=TOOLS if tools else None, reasoning=True, said=said)
     assert parser is not None
     return parser
 
@@ -310,6 +312,28 @@ def letters(text: str, thinks: str, is_open: bool, thought: bool) -> list[str]:
 def test_thoughts_are_split_from_the_answer(name: str, prompt: str, text: str, reasoning: str, content: str) -> None:
     for pieces in ([text], list(text)):
         answer = answer_of(run(parser_of("none", prompt, tools=False, reasoning=name), pieces))
+        assert (answer.reasoning, answer.content) == (reasoning, content)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "text", "reasoning", "content"),
+    [
+        ("qwen3", "<think>\nI begin", " and end\n</think>\n\nYes.", " and end", "Yes."),
+        ("qwen3", "\n<think>\n", " I begin</think>Yes.", "I begin", "Yes."),
+        ("qwen3", "<think>I begin", ", cut", ", cut", ""),
+        ("qwen3", "<think>hm</think>\nIt", " is <think>.", "", " is <think>."),
+        ("qwen3", "The mark <think> opens", " thoughts, </think> ends them.", "", " thoughts, </think> ends them."),
+        ("deepseek_r1", "I begin", " and end</think>Yes.", " and end", "Yes."),
+        ("deepseek_r1", "<think>hm</think>\nIt", " is.", "", " is."),
+        ("mistral", "[THINK]I begin", " and end[/THINK]Yes.", " and end", "Yes."),
+    ],
+)
+def test_thoughts_go_on_where_the_last_message_has_left_them(
+    name: str, said: str, text: str, reasoning: str, content: str
+) -> None:
+    for pieces in ([text], list(text)):
+        parser = parser_of("none", f"What is <think>?<|assistant|>{said}", tools=False, reasoning=name, said=said)
+        answer = answer_of(run(parser, pieces))
         assert (answer.reasoning, answer.content) == (reasoning, content)
 
 
