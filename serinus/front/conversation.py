@@ -100,23 +100,23 @@ class AnswerReader:
     def feed(self, event: Event) -> list[AnswerDelta]:
         """What one event adds to the answer."""
         deltas = self._parser.feed(event.text) if event.text else []
-        return self._shown(deltas + self._parser.end() if event.finish is not None else deltas)
+        shown = self._shown(deltas + self._parser.end() if event.finish is not None else deltas)
+        if self._calls_max is not None:
+            shown = [delta for delta in shown if delta.index < self._calls_max]
+        self.called = self.called or any(delta.kind is DeltaKind.CALL for delta in shown)
+        return shown
 
     def whole(self, text: str) -> WholeAnswer:
-        """The whole answer at once; a broken call is content."""
+        """The whole answer at once; a broken call is content, and counts as none."""
         answer = answer_of(self._shown(self._parser.feed(text) + self._parser.end()))
+        answer.calls = answer.calls[: self._calls_max]
         self.called = bool(answer.calls)
         return answer
 
     def _shown(self, deltas: list[AnswerDelta]) -> list[AnswerDelta]:
         self._thoughts += [delta.text for delta in deltas if delta.kind is DeltaKind.REASONING]
         self._answers = self._answers or any(delta.kind is not DeltaKind.REASONING for delta in deltas)
-        if self._calls_max is not None:
-            deltas = [delta for delta in deltas if delta.index < self._calls_max]
-        if not self._shows_reasoning:
-            deltas = [delta for delta in deltas if delta.kind is not DeltaKind.REASONING]
-        self.called = self.called or any(delta.kind is DeltaKind.CALL for delta in deltas)
-        return deltas
+        return [delta for delta in deltas if self._shows_reasoning or delta.kind is not DeltaKind.REASONING]
 
     def call_id(self, index: int) -> str:
         """The id of a call: the same each time, and of no other call anywhere."""

@@ -132,6 +132,15 @@ def test_without_parallel_calls_only_the_first_is_one(scripted: tuple[RunningFro
     assert {call["index"] for choice in choices for call in choice["delta"].get("tool_calls", [])} == {0}
 
 
+def test_a_broken_call_does_not_count_as_the_first(scripted: tuple[RunningFront, Script]) -> None:
+    choice = ask(scripted, f"{BROKEN}\n{CALLS}", tools=[WEATHER, NOW], parallel_tool_calls=False)
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_weather"]
+    assert choice["message"]["content"].startswith(BROKEN)
+    assert choice["finish_reason"] == "tool_calls"
+    choices = streamed(scripted, f"{BROKEN}\n{CALLS}", tools=[WEATHER, NOW], parallel_tool_calls=False)
+    assert {call["index"] for choice in choices for call in choice["delta"].get("tool_calls", [])} == {0}
+
+
 def test_a_call_cut_by_the_limit_is_no_call(scripted: tuple[RunningFront, Script]) -> None:
     choice = ask(scripted, CALLS, tools=[WEATHER, NOW], max_tokens=60)
     assert choice["finish_reason"] == "length"
