@@ -100,23 +100,23 @@ class AnswerReader:
     def feed(self, event: Event) -> list[AnswerDelta]:
         """What one event adds to the answer."""
         deltas = self._parser.feed(event.text) if event.text else []
-        return self._shown(deltas + self._parser.end() if event.finish is not None else deltas)
+        shown = self._shown(deltas + self._parser.end() if event.finish is not None else deltas)
+        if self._calls_max is not None:
+            shown = [delta for delta in shown if delta.index < self._calls_max]
+        self.called = self.called or any(delta.kind is DeltaKind.CALL for delta in shown)
+        return shown
 
     def whole(self, text: str) -> WholeAnswer:
-        """The whole answer at once; a broken call is content."""
+        """The whole answer at once; a broken call is content, and counts as none."""
         answer = answer_of(self._shown(self._parser.feed(text) + self._parser.end()))
+        answer.calls = answer.calls[: self._calls_max]
         self.called = bool(answer.calls)
         return answer
 
     def _shown(self, deltas: list[AnswerDelta]) -> list[AnswerDelta]:
         self._thoughts += [delta.text for delta in deltas if delta.kind is DeltaKind.REASONING]
         self._answers = self._answers or any(delta.kind is not DeltaKind.REASONING for delta in deltas)
-        if self._calls_max is not None:
-            deltas = [delta for delta in deltas if delta.index < self._calls_max]
-        if not self._shows_reasoning:
-            deltas = [delta for delta in deltas if delta.kind is not DeltaKind.REASONING]
-        self.called = self.called or any(delta.kind is DeltaKind.CALL for delta in deltas)
-        return deltas
+        return [delta for delta in deltas if self._shows_reasoning or delta.kind is not DeltaKind.REASONING]
 
     def call_id(self, index: int) -> str:
         """The id of a call: the same each time, and of no other call anywhere."""
@@ -149,6 +149,8 @@ class Conversation:
     style: AnswerStyle
     use: ToolUse | None
     body: ChatBody
+    said: str
+    """The message that the answer goes on with; empty = it is a message of its own."""
     thinks: bool
     """Whether the answer may begin with thoughts that are to be told apart."""
 
@@ -160,6 +162,7 @@ class Conversation:
             tools=None if use is None else use.schemas,
             reasoning=self.thinks,
             forced=use is not None and bool(use.must),
+            said=self.said,
         )
         if parser is None:
             return None
@@ -211,10 +214,11 @@ async def prepare(front: Front, body: ChatBody, *, limit_field: str, field: str 
         continue_final_message=bool(body.continue_final_message),
         extra=extra,
     )
+    said = checked_messages(body.messages[-1:])[0]["content"] if body.continue_final_message else ""
     then, budget = params.grammar, thinking_budget(body, style, tokenizer)
     separates = body.separate_reasoning is not False
     with fields_as({r"^grammar": grammar_name}):
-        grammar = thoughts_first(style, text, then, budget, tokenizer, shown=separates)
+        grammar = thoughts_first(style, text, then, budget, tokenizer, said=said, shown=separates)
     params = replace(params, grammar=grammar)
     special = bool(body.add_special_tokens)  # templates write their own
     asks = await front.asks(
@@ -226,4 +230,4 @@ async def prepare(front: Front, body: ChatBody, *, limit_field: str, field: str 
         grammar_fields=[grammar_name],
     )
     thinks = separates and (then is None or params.grammar is not then)
-    return Conversation(asks=asks, style=style, use=use, body=body, thinks=thinks)
+    return Conversation(asks=asks, style=style, use=use, body=body, said=said, thinks=thinks)

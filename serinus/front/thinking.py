@@ -23,17 +23,27 @@ def thinking_budget(body: ChatBody, style: AnswerStyle, tokenizer: Tokenizer) ->
 
 
 def thoughts_first(
-    style: AnswerStyle, prompt: str, then: Grammar | None, budget: int | None, tokenizer: Tokenizer, *, shown: bool
+    style: AnswerStyle,
+    prompt: str,
+    then: Grammar | None,
+    budget: int | None,
+    tokenizer: Tokenizer,
+    *,
+    said: str,
+    shown: bool,
 ) -> Grammar | None:
     """The grammar of an answer to `prompt` that begins with thoughts, of `budget` tokens at most, if the prompt opens
-    them or the model does; it goes on as `then` says, None = as it likes. `shown`: thoughts are told apart from the
-    content, so the model may open some before `then`.
+    them or the model does; it goes on as `then` says, None = as it likes. `said`: the message at the end of the prompt
+    that the answer goes on with. `shown`: thoughts are told apart from the content, so the model may open some before
+    `then`.
 
     `then` itself, where no other is needed, or the marks are no tokens. Raises BadRequest, by the name `grammar`.
     """
     form = style.reasoning
-    is_open = form is not None and form.is_open(prompt)
-    if form is None or (budget is None and (then is None or not (is_open or (shown and not form.is_closed(prompt))))):
+    if form is None:
+        return then
+    is_open = form.is_open(prompt, said)
+    if budget is None and (then is None or not (is_open or (shown and not form.is_closed(prompt, said)))):
         return then
     begin, end = tokenizer.token_id(form.begin), tokenizer.token_id(form.end)
     if end is None or begin is None:

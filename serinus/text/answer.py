@@ -105,10 +105,11 @@ def is_object(text: str) -> bool:
 
 
 def parsed(text: str) -> Any:
-    """The value of a JSON text; None where it is none (or null). What UTF-8 cannot carry is none."""
+    """The value of a JSON text; None where it is none (or null). What UTF-8 cannot carry is none, nor is an infinite
+    number (`1e999`)."""
     try:
         value = json.loads(text, parse_constant=_refuse)
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):  # UnicodeEncodeError is one: a lone surrogate
         return None
     return value

@@ -67,19 +67,24 @@ class AnswerStyle:
         as_pairs = form.writes[0].pair is not None
         return FORCED_CALLS if as_pairs and not all(map(reads_pairs, schemas.values())) else form
 
-    def parser(self, *, prompt: str, tools: Tools | None, reasoning: bool, forced: bool = False) -> AnswerParser | None:
+    def parser(
+        self, *, prompt: str, tools: Tools | None, reasoning: bool, forced: bool = False, said: str = ""
+    ) -> AnswerParser | None:
         """A parser for one answer to this prompt; None = all of it is content.
 
-        `tools`: may be called, None = none may; `forced`: a grammar makes calls of the answer (`call_form`).
+        `tools`: may be called, None = none may; `forced`: a grammar makes calls of the answer (`call_form`);
+        `said`: the message at the end of the prompt that the answer goes on with.
         """
         is_harmony = (tools is not None and self.harmony_tools) or (reasoning and self.harmony_reasoning)
         if is_harmony:
             return HarmonyParser(tools or {})
         form = None if tools is None else self._forced_format(tools) if forced else self.tools
         inner = ToolParser(form, tools or {}) if form is not None else None
-        if not reasoning or self.reasoning is None:
+        thoughts = self.reasoning
+        if not reasoning or thoughts is None:
             return inner
-        return ThinkParser(self.reasoning, inner or PlainAnswer(), is_open=self.reasoning.is_open(prompt))
+        is_open, goes_on = thoughts.is_open(prompt, said), bool(thoughts.begun_in(said).strip())
+        return ThinkParser(thoughts, inner or PlainAnswer(), is_open=is_open, goes_on=goes_on)
 
 
 _TOOLS = {name: each for each in TOOL_FORMATS for name in (each.name, *each.aliases)}

@@ -19,6 +19,8 @@ _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
 _HEADS = ("<|channel|>", "<|start|>")
 HARMONY_MARKS = frozenset((_MESSAGE, *_ENDS, *_HEADS))
+_HEADERS = (*_HEADS, " to=")
+"""What headers begin with. The last one goes on with a header that the prompt has begun: `<|start|>assistant`."""
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _HEAD_CHARS_MAX = 1024
@@ -61,7 +63,7 @@ class HarmonyParser:
     def _in_head(self, out: list[AnswerDelta]) -> bool:
         assert self._head is not None, "text: no header"
         head = self._head + self._text
-        if not any(mark.startswith(head[: len(mark)]) for mark in _HEADS):  # a text without a header
+        if not any(mark.startswith(head[: len(mark)]) for mark in _HEADERS):  # a text without a header
             self._head, self._text, self._kind = None, head, DeltaKind.CONTENT
             return True
         at = head.find(_MESSAGE)

@@ -20,13 +20,22 @@ class ReasoningFormat:
     always: bool = False
     """The answer begins with thoughts even where neither it nor the prompt opens them (unless the prompt ends them)."""
 
-    def is_open(self, prompt: str) -> bool:
-        """Whether the answer to this prompt begins with thoughts: the template has written their opening mark."""
-        return prompt[-256:].rstrip().endswith(self.begin) or (self.always and not self.is_closed(prompt))
+    def is_open(self, prompt: str, said: str = "") -> bool:
+        """Whether the answer to this prompt begins with thoughts: the template has written their opening mark, or the
+        message that the answer goes on with (`said`) has begun some."""
+        begun = self.always or bool(self.begun_in(said))
+        return prompt[-256:].rstrip().endswith(self.begin) or (begun and not self.is_closed(prompt, said))
 
-    def is_closed(self, prompt: str) -> bool:
-        """Whether the template has written thoughts that have ended: the answer has none."""
-        return prompt[-256:].rstrip().endswith(self.end)
+    def is_closed(self, prompt: str, said: str = "") -> bool:
+        """Whether the template, or the message that the answer goes on with, has thoughts that have ended: the answer
+        has none."""
+        return self.end in said or prompt[-256:].rstrip().endswith(self.end)
+
+    def begun_in(self, said: str) -> str:
+        """The thoughts that a message has begun and not ended."""
+        text = said.lstrip()
+        begun = self.always or text.startswith(self.begin)
+        return text.removeprefix(self.begin) if begun and self.end not in text else ""
 
 
 REASONING_FORMATS = (
@@ -47,15 +56,16 @@ class ThinkParser:
     Space around the thoughts is dropped. Thoughts that are cut off are thoughts.
     """
 
-    def __init__(self, form: ReasoningFormat, inner: AnswerParser, *, is_open: bool) -> None:
-        """`is_open`: the text begins inside of the thoughts."""
+    def __init__(self, form: ReasoningFormat, inner: AnswerParser, *, is_open: bool, goes_on: bool = False) -> None:
+        """`is_open`: the text begins inside of the thoughts; `goes_on`: behind some, and space between counts."""
         self._form = form
         self._inner = inner
         self._is_open = is_open
-        self._phase = self._start
+        self._shown = is_open and goes_on
+        """Whether there are thoughts before the text that is looked at."""
+        self._phase = self._thoughts if self._shown else self._start
         self._text = ""
         self._space = ""
-        self._shown = False
 
     def feed(self, text: str) -> list[AnswerDelta]:
         if self._phase == self._answer and not self._text:

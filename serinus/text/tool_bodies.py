@@ -16,6 +16,7 @@ from typing import Any
 
 from serinus.text.answer import first_of, held_back, parsed
 from serinus.text.json_scan import JsonScan
+from serinus.text.schema_types import types_allowed, types_of
 
 Tools = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters of the functions that may be called, by name."""
@@ -234,6 +235,8 @@ class PairForm:
     key_end: str
     value_begin: str = ""
     value_end: str
+    value_lines: bool = False
+    """A value stands in lines of its own: the line feeds around it are none of it."""
     end: str
     """Stands at the end of the call."""
 
@@ -306,17 +309,20 @@ class PairsBody(CallBody):
         self._seek(self._valued, self._form.value_end)
 
     def _valued(self, before: str, mark: str) -> None:
-        value = _value_json(before, self.tools[self.name], self._key)
+        text = before.removeprefix("\n").removesuffix("\n") if self._form.value_lines else before
+        value = _value_json(text, self.tools[self.name], self._key)
         self.pieces.append(f"{', ' if self._count else '{'}{json.dumps(self._key, ensure_ascii=False)}: {value}")
         self._count += 1
         self._seek(self._between, self._form.key_begin, self._form.end)
 
 
 def _value_json(text: str, schema: Mapping[str, Any], key: str) -> str:
-    """The JSON of a value that was written bare: a text where the schema says so, or where it is no JSON."""
-    text = text.removeprefix("\n").removesuffix("\n")
+    """The JSON of a value that was written bare: a text where it is no JSON, where the schema says so, and where the
+    schema allows texts but not what the JSON is."""
     properties = schema.get("properties")
     declared = properties.get(key) if isinstance(properties, Mapping) else None
     kind = declared.get("type") if isinstance(declared, Mapping) else None
-    is_json = kind != "string" and (parsed(text) is not None or text.strip() == "null")
+    value, allowed = parsed(text), types_allowed(declared, schema)
+    is_text = kind == "string" or ("string" in allowed and allowed.isdisjoint(types_of(value)))
+    is_json = not is_text and (value is not None or text.strip() == "null")
     return text.strip() if is_json else json.dumps(text, ensure_ascii=False)

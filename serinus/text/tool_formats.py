@@ -77,6 +77,7 @@ _QWEN_CODER = PairForm(
     key_begin="<parameter=",
     key_end=">",
     value_end="</parameter>",
+    value_lines=True,
     end="</function>",
 )
 _MISTRAL = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?")

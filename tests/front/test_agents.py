@@ -283,6 +283,20 @@ def test_a_message_has_thoughts_text_and_tool_use_as_blocks(
     )
 
 
+@pytest.mark.parametrize(("number", "block"), [("1e308", "tool_use"), ("1e999", "text")])
+def test_arguments_with_a_number_beyond_a_double_are_text(
+    scripted: tuple[RunningFront, Script], number: str, block: str
+) -> None:
+    front, script = scripted
+    script.text = f'<tool_call>{{"name": "get_weather", "arguments": {{"days": {number}}}}}</tool_call>'
+    body = {"max_tokens": 500, "messages": [{"role": "user", "content": "x"}], "tools": [ANTHROPIC_WEATHER]}
+    response = front.post("/v1/messages", body)
+    assert response.status_code == 200, response.text
+    (only,) = response.json()["content"]
+    assert only["type"] == block
+    assert only.get("text", script.text) == script.text
+
+
 def test_the_events_of_a_message_come_in_anthropics_order(scripted: tuple[RunningFront, Script]) -> None:
     front, script = scripted
     script.text = SAYS

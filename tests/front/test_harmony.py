@@ -60,6 +60,16 @@ def test_a_call_comes_back_as_the_template_shows_it_with_the_thought_before_it(s
     )
 
 
+def test_a_call_whose_recipient_comes_first_is_one(scripted: Scripted) -> None:
+    says = ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>'
+    message = ask(scripted, says, tools=[WEATHER])["message"]
+    assert (message["content"], [call["function"]["name"] for call in message["tool_calls"]]) == (None, ["get_weather"])
+    deltas = [choice["delta"] for choice in streamed(scripted, says, tools=[WEATHER])]
+    pieces = [call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert "".join(pieces) == '{"city": "Rome"}'
+    assert not any(delta.get("content") for delta in deltas)
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [

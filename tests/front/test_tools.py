@@ -132,6 +132,15 @@ def test_without_parallel_calls_only_the_first_is_one(scripted: tuple[RunningFro
     assert {call["index"] for choice in choices for call in choice["delta"].get("tool_calls", [])} == {0}
 
 
+def test_a_broken_call_does_not_count_as_the_first(scripted: tuple[RunningFront, Script]) -> None:
+    choice = ask(scripted, f"{BROKEN}\n{CALLS}", tools=[WEATHER, NOW], parallel_tool_calls=False)
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_weather"]
+    assert choice["message"]["content"].startswith(BROKEN)
+    assert choice["finish_reason"] == "tool_calls"
+    choices = streamed(scripted, f"{BROKEN}\n{CALLS}", tools=[WEATHER, NOW], parallel_tool_calls=False)
+    assert {call["index"] for choice in choices for call in choice["delta"].get("tool_calls", [])} == {0}
+
+
 def test_a_call_cut_by_the_limit_is_no_call(scripted: tuple[RunningFront, Script]) -> None:
     choice = ask(scripted, CALLS, tools=[WEATHER, NOW], max_tokens=60)
     assert choice["finish_reason"] == "length"
@@ -331,6 +340,19 @@ def test_thoughts_that_are_not_told_apart_or_are_over_are_none(thinker: tuple[Ru
         ask(thinker, "123", **{"regex": "[0-9]{3}", "add_generation_prompt": False, **more})
         assert takes(script, grammar_of(front), "<think>") == ""
         assert takes(script, grammar_of(front), "123") == "123"
+
+
+def test_thoughts_that_the_last_message_has_begun_go_on(thinker: tuple[RunningFront, Script]) -> None:
+    front, script = thinker
+    begun = {"role": "assistant", "content": [{"type": "text", "text": "<think>\nI begin"}]}
+    body = {"messages": [USER, begun], "continue_final_message": True, "regex": "[0-9]{3}"}
+    message = ask(thinker, " and end</think>\n123", **body)["message"]
+    assert (message["reasoning_content"], message["content"]) == (" and end", "123")
+    assert takes(script, grammar_of(front), " and end</think>\n123") == " and end</think>\n123"
+    deltas = [choice["delta"] for choice in streamed(thinker, " and end</think>\n123", **body)]
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == " and end"
+    ask(thinker, "123", **{**body, "messages": [USER, {"role": "assistant", "content": "<think>hm</think>It is"}]})
+    assert takes(script, grammar_of(front), "<think>") == ""
 
 
 def test_a_grammar_that_is_wrong_behind_thoughts_is_refused_by_its_field(thinker: tuple[RunningFront, Script]) -> None:

@@ -87,6 +87,7 @@ BROKEN = [
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": oops}}</tool_call>'),
     ("hermes", 'see <tool_call>{"name": "now", "arguments": {"a": "cut o'),
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": NaN}} </tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": [-1e999]}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "now", "arguments": "\\ud800"}</tool_call>'),
     ("hermes", '<tool_call>{"name": ["now"], "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>' + '{"' + "x" * 20000),
@@ -99,6 +100,7 @@ BROKEN = [
     ("glm45", "<tool_call>now\n<arg_key>a</arg_key><arg_value>cut"),
     ("qwen3_coder", "<tool_call>x<function=now></function></tool_call>"),
     ("openai", "just a text < of no channel"),
+    ("openai", " to=functions.now, a text of no channel"),
     ("openai", "<|channel|>commentary to=browser.search<|message|>cats"),
     ("openai", "<|channel|>" + "x" * 3000),
 ]  # fmt: skip
@@ -121,9 +123,11 @@ def joined(deltas: Iterable[AnswerDelta]) -> list[AnswerDelta]:
     return out
 
 
-def parser_of(name: str, prompt: str = "", *, tools: bool = True, reasoning: str = "none") -> AnswerParser:
+def parser_of(
+    name: str, prompt: str = "", *, tools: bool = True, reasoning: str = "none", said: str = ""
+) -> AnswerParser:
     style = answer_style("", tool_call_parser=name, reasoning_parser="openai" if name == "openai" else reasoning)
-    parser = style.parser(prompt=prompt, tools=TOOLS if tools else None, reasoning=True)
+    parser = style.parser(prompt=prompt, tools=TOOLS if tools else None, reasoning=True, said=said)
     assert parser is not None
     return parser
 
@@ -159,6 +163,78 @@ def test_a_good_call_behind_a_broken_one_is_found() -> None:
         answer = answer_of(run(parser_of("hermes"), pieces))
         assert [call.name for call in answer.calls] == ["now"]
         assert answer.content == 'a <tool_call><tool_call>{"name": "fly"} b'
+
+
+PAIRS = {
+    "glm45": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\n{}\n</parameter>\n</function>\n</tool_call>",
+}
+"""A call with a value that is written bare."""
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("city", ["\n# Rome\n\n", "\n", "", " 5\n"])
+def test_a_text_keeps_the_line_feeds_around_it(name: str, city: str) -> None:
+    (call,) = answer_of(run(parser_of(name), [PAIRS[name].format(city)])).calls
+    assert json.loads(call.arguments) == {"city": city}
+
+
+NULLABLE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+LOOP = {"$ref": "#/$defs/Loop"}
+DEFS = {
+    "Size": {"type": "string", "enum": ["1", "2"]},
+    "Size/~": {"enum": ["1", None]},
+    "Loop": {"anyOf": [LOOP, LOOP]},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        (NULLABLE, "90210", "90210"),
+        (NULLABLE, "true", "true"),
+        (NULLABLE, '["a"]', '["a"]'),
+        (NULLABLE, "null", None),
+        (NULLABLE, '"Rome"', "Rome"),
+        ({"type": "string"}, '"Rome"', '"Rome"'),
+        ({"type": ["string", "null"]}, "5", "5"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "5", 5),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "5.0", "5.0"),
+        ({"type": ["string", "number"]}, "5", 5),
+        ({"$ref": "#/$defs/Size", "default": "1"}, "2", "2"),
+        ({"allOf": [{"$ref": "#/$defs/Size"}]}, "2", "2"),
+        ({"anyOf": [{"$ref": "#/$defs/Size~1~0"}, {"type": "boolean"}]}, "1", "1"),
+        ({"anyOf": [{"$ref": "#/$defs/Size~1~0"}, {"type": "boolean"}]}, "null", None),
+        ({"anyOf": [{"$ref": "#/$defs/Size~1~0"}, {"type": "boolean"}]}, "true", True),
+        ({"const": "1"}, "1", "1"),
+        ({"enum": ["1", 2]}, "2", 2),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "many", "many"),
+        ({"anyOf": [{"type": "string"}, {}]}, "5", 5),
+        ({"description": "A size"}, "5", 5),
+        (LOOP, "5", 5),
+        ({"anyOf": [LOOP, {"type": "string"}]}, "5", "5"),
+        ({"$ref": "#/$defs/None"}, "5", 5),
+        ({"$ref": "other.json#/$defs/Size"}, "5", 5),
+        ({"type": [{}], "anyOf": "string", "enum": 5, "$ref": 5}, "5", 5),
+        (True, "5", 5),
+    ],
+)
+def test_a_bare_value_is_what_its_schema_allows(schema: Any, written: str, value: Any) -> None:
+    tools = {"get_weather": {"properties": {"city": schema}, "$defs": DEFS}}
+    for name, text in PAIRS.items():
+        parser = answer_style("", tool_call_parser=name).parser(prompt="", tools=tools, reasoning=False)
+        assert parser is not None
+        (call,) = answer_of(run(parser, [text.format(written)])).calls
+        assert repr(json.loads(call.arguments)) == repr({"city": value}), name
+
+
+def test_a_call_goes_on_with_the_header_that_the_prompt_has_begun() -> None:
+    text = f" to=functions.get_weather<|channel|>commentary json<|message|>{ARGS}<|call|>"
+    for pieces in ([text], list(text)):
+        answer = answer_of(run(parser_of("openai", "<|start|>assistant"), pieces))
+        assert [(call.name, call.arguments) for call in answer.calls] == [("get_weather", ARGS)]
+        assert answer.content == ""
 
 
 def test_arguments_flow_as_they_are_written() -> None:
@@ -236,6 +312,28 @@ def letters(text: str, thinks: str, is_open: bool, thought: bool) -> list[str]:
 def test_thoughts_are_split_from_the_answer(name: str, prompt: str, text: str, reasoning: str, content: str) -> None:
     for pieces in ([text], list(text)):
         answer = answer_of(run(parser_of("none", prompt, tools=False, reasoning=name), pieces))
+        assert (answer.reasoning, answer.content) == (reasoning, content)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "text", "reasoning", "content"),
+    [
+        ("qwen3", "<think>\nI begin", " and end\n</think>\n\nYes.", " and end", "Yes."),
+        ("qwen3", "\n<think>\n", " I begin</think>Yes.", "I begin", "Yes."),
+        ("qwen3", "<think>I begin", ", cut", ", cut", ""),
+        ("qwen3", "<think>hm</think>\nIt", " is <think>.", "", " is <think>."),
+        ("qwen3", "The mark <think> opens", " thoughts, </think> ends them.", "", " thoughts, </think> ends them."),
+        ("deepseek_r1", "I begin", " and end</think>Yes.", " and end", "Yes."),
+        ("deepseek_r1", "<think>hm</think>\nIt", " is.", "", " is."),
+        ("mistral", "[THINK]I begin", " and end[/THINK]Yes.", " and end", "Yes."),
+    ],
+)
+def test_thoughts_go_on_where_the_last_message_has_left_them(
+    name: str, said: str, text: str, reasoning: str, content: str
+) -> None:
+    for pieces in ([text], list(text)):
+        parser = parser_of("none", f"What is <think>?<|assistant|>{said}", tools=False, reasoning=name, said=said)
+        answer = answer_of(run(parser, pieces))
         assert (answer.reasoning, answer.content) == (reasoning, content)
 
 
