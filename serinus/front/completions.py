@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from serinus.front.render import ChoiceRenderer, completion_logprobs, encode
 from serinus.front.sampling import from_completion
 from serinus.front.schemas import CompletionBody
 from serinus.front.state import Front, prompts_of
-from serinus.text import Tokenizer
+from serinus.text import Detokenizer, Tokenizer
 
 
 async def completions(front: Front, exchange: HttpExchange) -> None:
@@ -55,7 +56,8 @@ class _CompletionRenderer(ChoiceRenderer):
         super().__init__(front, call, body, tokenizer, start)
         self._echo = bool(body.echo)
         self._with_logprobs = body.logprobs is not None
-        self._offsets = [0] * len(call.sequences)
+        self._offsets: dict[int, _Offsets] = {}
+        """Of the answers that have begun, by index."""
 
     def _prompt_text(self, sequence: SequenceState) -> str:
         if sequence.ask.text is not None:
@@ -70,12 +72,22 @@ class _CompletionRenderer(ChoiceRenderer):
         if not self._with_logprobs:
             return None
         ids, places = self._fresh(sequence)
-        if first and self._echo:
-            ids = [*sequence.ask.prompt.tolist(), *ids]
-            places = [*sequence.prompt_logprobs, *places]
-        index = sequence.index
-        shown, self._offsets[index] = completion_logprobs(self._tokenizer, ids, places, self._offsets[index])
-        return shown
+        if not first:
+            return completion_logprobs(self._tokenizer, ids, places, self._offsets[sequence.index].of(ids))
+        prompt, text = sequence.ask.prompt.tolist(), self._prompt_text(sequence) if self._echo else ""
+        skips = sequence.ask.sampling.skip_special_tokens
+        grown = self._offsets[sequence.index] = _Offsets(self._tokenizer, len(text), skips, prompt)
+        offsets = grown.of(ids)
+        if self._echo:
+            ids, places = [*prompt, *ids], [*sequence.prompt_logprobs, *places]
+            offsets = [*self._prompt_offsets(prompt, text), *offsets]
+        return completion_logprobs(self._tokenizer, ids, places, offsets)
+
+    def _prompt_offsets(self, prompt: list[int], text: str) -> list[int]:
+        """Special tokens are in the text where all of them were written there, and none was added."""
+        assert self._tokenizer is not None, "front: echo without a tokenizer"
+        skips = self._tokenizer.decode(prompt, skip_special_tokens=False) != text
+        return _Offsets(self._tokenizer, 0, skips).of(prompt)
 
     def chunk(self, event_: Event, *, first: bool) -> bytes:
         text = event_.text
@@ -85,3 +97,24 @@ class _CompletionRenderer(ChoiceRenderer):
         if not text and event_.finish is None and logprobs is None:
             return b""
         return self._choice(event_, b',"text":' + encode(text), logprobs)
+
+
+class _Offsets:
+    """Where tokens begin in their text: each at the end of what those before it have completed."""
+
+    def __init__(self, tokenizer: Tokenizer | None, start: int, skips: bool, prompt: Sequence[int] = ()) -> None:
+        """`skips`: special tokens are not in the text; `prompt`: the tokens before. Without a tokenizer there is no
+        text."""
+        self._end = start
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = tokenizer.detokenizer(skip_special_tokens=skips, prompt=prompt)
+
+    def of(self, token_ids: Sequence[int]) -> list[int]:
+        """Those of the next tokens."""
+        offsets: list[int] = []
+        for token_id in token_ids:
+            offsets.append(self._end)
+            if self._detokenizer is not None:
+                self._end += len(self._detokenizer.feed((token_id,)))
+        return offsets

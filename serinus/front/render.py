@@ -281,26 +281,31 @@ def _finite(logprob: float | None) -> float | None:
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer | None, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
-) -> tuple[dict[str, Any], int]:
-    """The logprobs object of a completion choice for these tokens, and the text offset after them."""
+    tokenizer: Tokenizer | None, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: Sequence[int]
+) -> dict[str, Any]:
+    """The logprobs object of a completion choice for these tokens; `offsets`: where each begins in the text."""
     tokens: list[str] = []
     chosen: list[float | None] = []
     top: list[dict[str, float | None] | None] = []
-    offsets: list[int] = []
     for token_id, place in zip(ids, logprobs, strict=False):
-        text = _token(tokenizer, token_id)
-        tokens.append(text)
-        offsets.append(offset)
-        offset += len(text)
-        chosen.append(_finite(place.logprob))
-        if place.logprob is None:
+        name, logprob = _name(tokenizer, token_id), _finite(place.logprob)
+        tokens.append(name)
+        chosen.append(logprob)
+        if logprob is None:
             top.append(None)
             continue
         best: dict[str, float | None] = {}
         for i, lp in zip(place.top_ids, place.top_logprobs, strict=False):
-            best.setdefault(_token(tokenizer, i), _finite(lp))
-        best.setdefault(text, _finite(place.logprob))
-        top.append(best)
-    shown = {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
-    return shown, offset
+            best.setdefault(_name(tokenizer, i), _finite(lp))
+        top.append({**best, name: logprob})
+    shown = {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top}
+    return {**shown, "text_offset": list(offsets[: len(tokens)])}
+
+
+def _name(tokenizer: Tokenizer | None, token_id: int) -> str:
+    """A token in completions, which show no bytes beside it: one that is no text is named by them, as OpenAI does."""
+    text = _token(tokenizer, token_id)
+    if tokenizer is None or "\ufffd" not in text:
+        return text
+    raw = tokenizer.token_raw(token_id)
+    return text if raw == text.encode() else "bytes:" + raw.decode("ascii", errors="backslashreplace")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import openai
 import pytest
 
+from serinus.core.request import TokenLogprobs
+from serinus.front.render import completion_logprobs
 from serinus.testing.fake_engine import fake_continue
 from serinus.testing.running_front import RunningFront
 from serinus.text import Tokenizer
@@ -185,6 +187,50 @@ def test_echo_of_ids_shows_their_text_once_also_in_a_stream(front: RunningFront,
     offsets = [offset for e in events for offset in e["choices"][0]["logprobs"]["text_offset"]]
     assert len(tokens) == 3 + 4
     assert offsets == sorted(offsets)
+
+
+def test_parts_of_characters_are_named_by_their_bytes_and_keep_their_own_values(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("里x")
+    place = TokenLogprobs(logprob=-3.0, top_ids=(0xFF, 0xFE), top_logprobs=(-0.1, -2.0))
+    shown = completion_logprobs(tokenizer, ids, [place] * 4, [0, 0, 0, 1])
+    assert shown["tokens"] == ["bytes:\\xe9", "bytes:\\x87", "bytes:\\x8c", "x"]
+    assert shown["top_logprobs"] == [
+        {"bytes:\\xff": -0.1, "bytes:\\xfe": -2.0, token: -3.0} for token in shown["tokens"]
+    ]
+
+
+def test_a_likelier_token_of_the_same_text_leaves_the_chosen_one_its_value(tokenizer: Tokenizer) -> None:
+    chosen, likelier = 999, 990  # ids of no vocabulary: both print nothing
+    place = TokenLogprobs(logprob=-3.0, top_ids=(likelier, 4), top_logprobs=(-0.1, -0.2))
+    shown = completion_logprobs(tokenizer, [chosen], [place], [0])
+    assert shown["top_logprobs"][0][""] == shown["token_logprobs"][0] == -3.0
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "begin", "places"),
+    [
+        ("é 里 the<eos>日", "é 里 the<eos>日", [0, 0, 1, 2, 2, 2, 3, 7, 12, 12, 12, 13]),
+        ([0xE9, 0x87, 264, 0x8C, 120], "里x", [0, 0, 0, 0, 1, 2]),
+    ],
+)
+def test_offsets_of_tokens_lie_in_the_text(
+    front: RunningFront, prompt: str | list[int], begin: str, places: list[int], streamed: bool
+) -> None:
+    body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "echo": True, "logprobs": 2}
+    if streamed:
+        choices = [event["choices"][0] for event in front.events("/v1/completions", body)]
+    else:
+        choices = front.post("/v1/completions", body).json()["choices"]
+    text = "".join(choice["text"] for choice in choices)
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+    assert (text[: len(begin)], offsets[: len(places)]) == (begin, places)
+    answered = dict(zip(tokens, offsets, strict=True))
+    whole = {token: offset for token, offset in answered.items() if not token.startswith(("bytes:", "<"))}
+    assert 10 < len(whole) < len(answered)
+    # behind a part of a character that was none, it comes first
+    assert all(token in text[offset : offset + len(token) + 3] for token, offset in whole.items())
 
 
 def test_a_stop_text_ends_the_answer_and_the_engine_is_told(
