@@ -21,7 +21,7 @@ from serinus.front.exchange import ClientGone, HttpExchange, error_of
 from serinus.front.render import encode, stream
 from serinus.front.schemas import ChatBody, OpenAiBody, refuse_unsupported
 from serinus.front.state import Front
-from serinus.text import AnswerDelta, DeltaKind, Tokenizer, WholeAnswer
+from serinus.text import AnswerDelta, DeltaKind, Tokenizer, ToolCall
 
 _KINDS = {DeltaKind.CALL: DeltaKind.CALL, DeltaKind.ARGUMENTS: DeltaKind.CALL}
 
@@ -103,7 +103,7 @@ class BlockRenderer(ABC):
         """Answer the request. Raises what Call.events raises, as long as nothing was sent."""
         if not streamed:
             await self.call.run()
-            self._take_whole(self._reader.whole(self.sequence.output.text))
+            self._take_whole(self._reader.parts(self.sequence.output.text))
             await exchange.json(self.whole(self._reason()))
             return
         try:
@@ -124,15 +124,17 @@ class BlockRenderer(ABC):
             raise RequestFailed(self.sequence.error or "front: the request was aborted", 500)
         return self._reader.finish(finish)
 
-    def _take_whole(self, answer: WholeAnswer) -> None:
-        if answer.reasoning:
-            self._add(DeltaKind.REASONING).parts.append(answer.reasoning)
-        if answer.content or not (answer.reasoning or answer.calls):
-            self._add(DeltaKind.CONTENT).parts.append(answer.content)
-        for call in answer.calls:
-            block = self._add(DeltaKind.CALL, call.index)
-            block.name = call.name
-            block.parts.append(call.arguments)
+    def _take_whole(self, parts: Sequence[AnswerDelta | ToolCall]) -> None:
+        for part in parts:
+            if isinstance(part, ToolCall):
+                block = self._add(DeltaKind.CALL, part.index)
+                block.name = part.name
+                block.parts.append(part.arguments)
+            else:
+                same = bool(self.blocks) and self.blocks[-1].kind is part.kind
+                (self.blocks[-1] if same else self._add(part.kind)).parts.append(part.text)
+        if not self.blocks:
+            self._add(DeltaKind.CONTENT)
 
     def _add(self, kind: DeltaKind, index: int = 0) -> Block:
         prefix = {DeltaKind.REASONING: "rs", DeltaKind.CONTENT: "msg", DeltaKind.CALL: "fc"}[kind]

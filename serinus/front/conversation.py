@@ -27,10 +27,12 @@ from serinus.text import (
     PlainAnswer,
     ReasoningFormat,
     Tokenizer,
+    ToolCall,
     WholeAnswer,
     answer_of,
     answer_style,
     checked_messages,
+    parts_of,
 )
 
 _MESSAGE_CHARS = 64
@@ -108,10 +110,20 @@ class AnswerReader:
 
     def whole(self, text: str) -> WholeAnswer:
         """The whole answer at once; a broken call is content, and counts as none."""
-        answer = answer_of(self._shown(self._parser.feed(text) + self._parser.end()))
+        answer = answer_of(self._all(text))
         answer.calls = answer.calls[: self._calls_max]
         self.called = bool(answer.calls)
         return answer
+
+    def parts(self, text: str) -> list[AnswerDelta | ToolCall]:
+        """The same, in the order in which it was written."""
+        parts = list(parts_of(self._all(text)))
+        calls = [part for part in parts if isinstance(part, ToolCall)][: self._calls_max]
+        self.called = bool(calls)
+        return [part for part in parts if part in calls or not isinstance(part, ToolCall)]
+
+    def _all(self, text: str) -> list[AnswerDelta]:
+        return self._shown(self._parser.feed(text) + self._parser.end())
 
     def _shown(self, deltas: list[AnswerDelta]) -> list[AnswerDelta]:
         self._thoughts += [delta.text for delta in deltas if delta.kind is DeltaKind.REASONING]

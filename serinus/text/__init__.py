@@ -7,7 +7,16 @@
 Used by the HTTP front and by the offline `LLM`. Torch-free; the libraries behind it are loaded when first needed.
 """
 
-from serinus.text.answer import AnswerDelta, AnswerParser, DeltaKind, PlainAnswer, WholeAnswer, answer_of
+from serinus.text.answer import (
+    AnswerDelta,
+    AnswerParser,
+    DeltaKind,
+    PlainAnswer,
+    ToolCall,
+    WholeAnswer,
+    answer_of,
+    parts_of,
+)
 from serinus.text.answer_style import AnswerStyle, answer_style
 from serinus.text.chat_template import ChatTemplate
 from serinus.text.detokenizer import Detokenizer, byte_of_char
@@ -40,6 +49,7 @@ __all__ = [
     "ReasoningFormat",
     "StopTexts",
     "Tokenizer",
+    "ToolCall",
     "WholeAnswer",
     "answer_of",
     "answer_style",
@@ -51,5 +61,6 @@ __all__ = [
     "load_embedding_use",
     "load_generation_config",
     "load_tokenizer",
+    "parts_of",
     "tokenizer_eos_ids",
 ]

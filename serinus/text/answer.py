@@ -7,7 +7,7 @@ cut. Knows nothing of tokens, nor of the forms that models write in: those are `
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -78,23 +78,31 @@ class WholeAnswer:
     calls: list[ToolCall] = field(default_factory=list)
 
 
-def answer_of(deltas: Iterable[AnswerDelta]) -> WholeAnswer:
-    """The answer that deltas make up. A call whose arguments are no JSON object is no call: its text is content."""
-    answer, content, reasoning = WholeAnswer(), list[str](), list[str]()
+def parts_of(deltas: Iterable[AnswerDelta]) -> Iterator[AnswerDelta | ToolCall]:
+    """Content and reasoning as they come, and each call at its end, in place of its deltas. One whose arguments are no
+    JSON object is no call: its text is content."""
     name, arguments = "", list[str]()
     for delta in deltas:
-        if delta.kind is DeltaKind.CONTENT:
-            content.append(delta.text)
-        elif delta.kind is DeltaKind.REASONING:
-            reasoning.append(delta.text)
-        elif delta.kind is DeltaKind.CALL:
+        if delta.kind is DeltaKind.CALL:
             name, arguments = delta.text, []
         elif delta.kind is DeltaKind.ARGUMENTS:
             arguments.append(delta.text)
+        elif delta.kind is not DeltaKind.CALL_END:
+            yield delta
         elif is_object(text := "".join(arguments)):
-            answer.calls.append(ToolCall(name, text, delta.index))
+            yield ToolCall(name, text, delta.index)
         else:
-            content.append(delta.text)
+            yield AnswerDelta(DeltaKind.CONTENT, delta.text)
+
+
+def answer_of(deltas: Iterable[AnswerDelta]) -> WholeAnswer:
+    """The answer that deltas make up: what `parts_of` says, joined."""
+    answer, content, reasoning = WholeAnswer(), list[str](), list[str]()
+    for part in parts_of(deltas):
+        if isinstance(part, ToolCall):
+            answer.calls.append(part)
+        else:
+            (reasoning if part.kind is DeltaKind.REASONING else content).append(part.text)
     answer.content, answer.reasoning = "".join(content), "".join(reasoning)
     return answer
 

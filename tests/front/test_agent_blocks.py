@@ -1,0 +1,71 @@
+"""Which blocks answers of /v1/messages and /v1/responses have, streamed and not, and what they go on behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serinus.testing.running_front import RunningFront
+from serinus.testing.scripted_front import Script, scripted_front
+from tests.front.test_agents import ANTHROPIC_WEATHER, WEATHER, events
+
+ROME, PARIS = {"city": "Rome"}, {"city": "Paris"}
+CALL_ROME, CALL_PARIS = (
+    f'<tool_call>\n{{"name": "get_weather", "arguments": {json.dumps(each)}}}\n</tool_call>' for each in (ROME, PARIS)
+)
+NO_CALL = "<tool_call>no call</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def scripted(byte_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningFront, Script]]:
+    with scripted_front(byte_folder, f"ipc://{tmp_path_factory.mktemp('blocks')}/engine") as both:
+        yield both
+
+
+def blocks_of_message(front: RunningFront, *, streamed: bool) -> list[Any]:
+    """Texts, and arguments of calls."""
+    body = {"max_tokens": 500, "messages": [{"role": "user", "content": "x"}], "tools": [ANTHROPIC_WEATHER]}
+    if not streamed:
+        return [each.get("text", each.get("input")) for each in front.post("/v1/messages", body).json()["content"]]
+    blocks: list[Any] = []
+    for event in events(front, "/v1/messages", body):
+        if event["type"] == "content_block_start":
+            blocks.append("")
+        elif event["type"] == "content_block_delta":
+            blocks[-1] += event["delta"].get("text", event["delta"].get("partial_json"))
+    return [json.loads(text) if text.startswith("{") else text for text in blocks]
+
+
+def blocks_of_response(front: RunningFront, *, streamed: bool) -> list[Any]:
+    """Texts, and arguments of calls."""
+    body = {"input": "x", "tools": [WEATHER]}
+    if streamed:
+        response = events(front, "/v1/responses", body)[-1]["response"]
+    else:
+        response = front.post("/v1/responses", body).json()
+    return [
+        json.loads(item["arguments"]) if item["type"] == "function_call" else item["content"][0]["text"]
+        for item in response["output"]
+    ]
+
+
+@pytest.mark.parametrize("blocks_of", [blocks_of_message, blocks_of_response])
+@pytest.mark.parametrize(
+    ("says", "blocks"),
+    [
+        (f"Look.\n{CALL_ROME}\nDone.", ["Look.", ROME, "\nDone."]),
+        (f"{CALL_ROME}\n{CALL_PARIS}", [ROME, PARIS]),
+        (f"A {CALL_ROME} B {CALL_PARIS} C {NO_CALL} D", ["A", ROME, " B", PARIS, f" C {NO_CALL} D"]),
+        ("", [""]),
+    ],
+)
+def test_a_whole_answer_has_the_blocks_of_its_stream(
+    scripted: tuple[RunningFront, Script], blocks_of: Any, says: str, blocks: list[Any]
+) -> None:
+    front, script = scripted
+    script.text = says
+    assert [blocks_of(front, streamed=streamed) for streamed in (False, True)] == [blocks, blocks]
