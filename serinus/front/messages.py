@@ -27,6 +27,7 @@ _FIELDS = {
     r"^(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
     r"^(tools\[\d+\]|tool_choice)\.function\b": r"\1",
     r"^stop\b": "stop_sequences",
+    r"^continue_final_message$": "messages",
 }
 """Fields of chats that have other names here."""
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -67,13 +68,18 @@ def _chat(body: MessagesBody) -> ChatBody:
         if type(thinking.get("budget_tokens", 0)) is not int:
             raise BadRequest("thinking.budget_tokens", thinking["budget_tokens"], "a number of tokens")
         kwargs.setdefault("enable_thinking", thinking["type"] != "disabled")
-    system = [] if body.system is None else [{"role": "system", "content": _plain("system", body.system)}]
+    chat = [] if body.system is None else [{"role": "system", "content": _plain("system", body.system)}]
+    where = ""
     for index, message in enumerate(body.messages):
-        system += _messages_of(f"messages[{index}]", message)
+        where = f"messages[{index}]"
+        chat += _messages_of(where, message)
+    goes_on = bool(chat) and _is_prefill(where, chat[-1])
     choice = body.tool_choice or {}
     return chat_body(
         body,
-        messages=system,
+        messages=chat,
+        continue_final_message=goes_on,
+        separate_reasoning=not goes_on,  # thoughts come before a text, none behind its beginning
         stop=body.stop_sequences if body.stop_sequences is not None else body.stop,
         tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(body.tools or ())],
         tool_choice=_choice(choice) if choice else None,
@@ -159,6 +165,18 @@ def _messages_of(where: str, message: dict[str, Any]) -> list[dict[str, Any]]:
             said["content"] += _block_text(at, block)
     is_empty = len(said) == 2 and not said["content"] and results
     return results if is_empty else [*results, said]
+
+
+def _is_prefill(where: str, last: dict[str, Any]) -> bool:
+    """Whether the answer goes on behind the last message of a chat. Raises BadRequest: it is the assistant's, and there
+    is nothing to go on behind."""
+    if last["role"] != "assistant":
+        return False
+    if last.get("tool_calls"):
+        raise BadRequest(where, "a last message with tool_use", "a message of the user behind it, with its tool_result")
+    if not last["content"]:
+        raise BadRequest(f"{where}.content", "", "text that the answer goes on behind, as the assistant comes last")
+    return True
 
 
 class _MessageRenderer(BlockRenderer):

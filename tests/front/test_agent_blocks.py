@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from serinus.testing.running_front import RunningFront
-from serinus.testing.scripted_front import Script, scripted_front
-from tests.front.test_agents import ANTHROPIC_WEATHER, WEATHER, events
+from serinus.testing.running_front import RunningFront, front_settings
+from serinus.testing.scripted_front import TOOL_TEMPLATE, Script, scripted_front
+from serinus.text import Tokenizer
+from tests.front.test_agents import ANTHROPIC_WEATHER, WEATHER, events, prompt_of
 
 ROME, PARIS = {"city": "Rome"}, {"city": "Paris"}
 CALL_ROME, CALL_PARIS = (
@@ -69,3 +70,53 @@ def test_a_whole_answer_has_the_blocks_of_its_stream(
     front, script = scripted
     script.text = says
     assert [blocks_of(front, streamed=streamed) for streamed in (False, True)] == [blocks, blocks]
+
+
+PREFILL = {
+    "max_tokens": 9,
+    "messages": [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": [{"type": "text", "text": "So: "}, {"type": "text", "text": ' {"a": '}]},
+    ],
+}
+
+
+def test_an_answer_goes_on_behind_what_the_assistant_has_begun(
+    scripted: tuple[RunningFront, Script], tokenizer: Tokenizer
+) -> None:
+    front, script = scripted
+    script.text = "1}"
+    prompt = '<|user|>x<eos><|assistant|>So:  {"a": '
+    assert front.post("/v1/messages", PREFILL).json()["content"] == [{"type": "text", "text": "1}"}]
+    assert prompt_of(front, tokenizer) == prompt
+    deltas = [event["delta"].get("text", "") for event in events(front, "/v1/messages", PREFILL) if "delta" in event]
+    assert ("".join(deltas), prompt_of(front, tokenizer)) == ("1}", prompt)
+    count = front.post("/v1/messages/count_tokens", PREFILL).json()["input_tokens"]
+    assert count == len(tokenizer.encode(prompt, add_special_tokens=False))
+
+
+def test_what_goes_on_behind_a_text_is_no_thought_of_a_model_that_always_thinks(
+    byte_folder: Path, tmp_path: Path
+) -> None:
+    settings = front_settings(chat_template=TOOL_TEMPLATE, reasoning_parser="deepseek_r1")
+    with scripted_front(byte_folder, f"ipc://{tmp_path}/engine", settings) as (front, script):
+        script.text = "1}"
+        assert front.post("/v1/messages", PREFILL).json()["content"] == [{"type": "text", "text": "1}"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "field", "said"),
+    [
+        ("", "messages[1].content", "text that the answer goes on behind"),
+        ([{"type": "thinking", "thinking": "hm", "signature": ""}], "messages[1].content", "goes on behind"),
+        ([{"type": "text", "text": "Look."}, {"type": "tool_use", "id": "t", "name": "f", "input": {}}],
+         "messages[1]", "tool_result"),
+    ],
+)  # fmt: skip
+def test_a_last_message_of_the_assistant_without_an_end_to_go_on_behind_is_refused(
+    scripted: tuple[RunningFront, Script], content: Any, field: str, said: str
+) -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": content}]
+    response = scripted[0].post("/v1/messages", {"max_tokens": 9, "system": "Be short.", "messages": messages})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], said in error["message"]) == (400, field, True), response.text
