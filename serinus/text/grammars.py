@@ -119,7 +119,10 @@ class GrammarCompiler:
                 verbose_errors=False,
             )  # fmt: skip
             matcher = llguidance.LLMatcher(self._library_of(grammar), source, log_level=0, limits=limits)
-            wrong = matcher.get_error() if matcher.is_error() else ""
+            first = matcher.deep_copy()
+            if not first.is_error() and not first.compute_ff_bytes():
+                first.compute_bitmask()  # fails where no text fits, as of a schema that refers to itself alone
+            wrong = first.get_error() if first.is_error() else ""
         except Exception as error:  # as above
             raise _wrong(grammar, str(error)) from error
         if wrong:

@@ -29,6 +29,7 @@ _PLAIN: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
          r"'\1' is no type, expected string, number, integer, boolean, object, array or null"),
         (r"Unknown format: (.*)", r"the format '\1' cannot be enforced"),
         (r"(?:Pointer|Anchor) '(.*)' does not exist", r"it refers to '\1', which the schema does not have"),
+        (r"NoExtensionBias.*", "no text fits it"),
         (r"Unsatisfiable schema: (.*)", r"no value can satisfy it: \1"),
     )
 )  # fmt: skip

@@ -81,6 +81,8 @@ def test_native_parameters_have_a_grammar_too() -> None:
         ("/v1/chat/completions",
          {"response_format": {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": {"not": {}}}}}}},
          "response_format.json_schema.schema", "#/properties/a/not"),
+        ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
+         "response_format.json_schema.schema", "no text fits it"),
         ("/v1/completions", {"guided_regex": "(["}, "guided_regex", "unclosed character class"),
         ("/v1/completions", {"structured_outputs": {"structural_tag": {"format": {"type": "or", "elements": []}}}},
          "structured_outputs.structural_tag.format.elements", "at least one"),

@@ -205,6 +205,8 @@ def test_a_refusal_names_the_kind_in_words(vocabulary: GrammarVocabulary, kind: 
         ("ebnf", 'r ::= "a"', "the rule `root` is missing"),
         ("json_schema", '{"type": "num"}', "'num' is no type, expected string, number"),
         ("json_schema", '{"pattern": "a(b"}', "unclosed group (character 2 of the expression, '(b')"),
+        ("json_schema", '{"$ref": "#"}', "a JSON Schema that can be enforced: no text fits it"),
+        ("lark", "start: a\na: a", "a Lark grammar that can be enforced: no text fits it"),
         ("json_schema", '{"minItems": 3, "maxItems": 1, "type": "array"}', "no value can satisfy it: minItems (3) is"),
     ],
 )
@@ -304,7 +306,7 @@ def test_a_tokenizer_that_the_library_reads_wrongly_is_not_used(tmp_path: Any) -
         ("ebnf", 'root ::= "a" | b'), ("ebnf", 'root ::= [a-z]+ "b"'), ("lark", 'start: "a" | <eos>'),
         ("lark", 'start: <[262]> "x"'), ("lark", "start: <[5]>"), ("lark", 'start: <[99999]> "x"'),
         ("lark", 'start: <nothing> "x"'), ("lark", 'start: <think> "x"'), ("lark", 'start: "a'), ("lark", "start: x"),
-        ("choice", '["a", "ü"]'), ("json_object", ""),
+        ("choice", '["a", "ü"]'), ("json_object", ""), ("json_schema", '{"$ref": "#"}'),
         ("structural_tag", '{"format": {"type": "tag", "begin": "<eos>", "content": {"type": "any_text"}, "end": ""}}'),
         ("structural_tag", '{"format": {"type": "tag", "begin": "<think>", "content": {"type": "x"}, "end": "x"}}'),
     ],
