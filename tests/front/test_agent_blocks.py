@@ -120,3 +120,17 @@ def test_a_last_message_of_the_assistant_without_an_end_to_go_on_behind_is_refus
     response = scripted[0].post("/v1/messages", {"max_tokens": 9, "system": "Be short.", "messages": messages})
     error = response.json()["error"]
     assert (response.status_code, error["param"], said in error["message"]) == (400, field, True), response.text
+
+
+def test_a_whole_message_without_parallel_calls_has_the_first_good_one_in_its_place(
+    scripted: tuple[RunningFront, Script],
+) -> None:
+    front, script = scripted
+    script.text = f"A {NO_CALL} B {CALL_ROME} C {CALL_PARIS} D"
+    body = {
+        "max_tokens": 500, "messages": [{"role": "user", "content": "x"}], "tools": [ANTHROPIC_WEATHER],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    }  # fmt: skip
+    message = front.post("/v1/messages", body).json()
+    found = [each.get("text", each.get("input")) for each in message["content"]]
+    assert (found, message["stop_reason"]) == ([f"A {NO_CALL} B", ROME, " C D"], "tool_use")
