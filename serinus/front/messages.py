@@ -73,6 +73,8 @@ def _chat(body: MessagesBody) -> ChatBody:
     for index, message in enumerate(body.messages):
         where = f"messages[{index}]"
         chat += _messages_of(where, message)
+    if chat and chat[-1] == {"role": "assistant", "content": ""}:
+        chat.pop()  # the beginning of an answer, empty
     goes_on = bool(chat) and _is_prefill(where, chat[-1])
     choice = body.tool_choice or {}
     return chat_body(

@@ -104,11 +104,24 @@ def test_what_goes_on_behind_a_text_is_no_thought_of_a_model_that_always_thinks(
         assert front.post("/v1/messages", PREFILL).json()["content"] == [{"type": "text", "text": "1}"}]
 
 
+def test_an_empty_last_message_of_the_assistant_begins_an_answer(
+    scripted: tuple[RunningFront, Script], tokenizer: Tokenizer
+) -> None:
+    front, script = scripted
+    script.text = "1}"
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]
+    message = front.post("/v1/messages", {"max_tokens": 9, "messages": messages}).json()
+    assert (message["content"], prompt_of(front, tokenizer)) == (
+        [{"type": "text", "text": "1}"}],
+        "<|user|>x<eos><|assistant|>",
+    )
+
+
 @pytest.mark.parametrize(
     ("content", "field", "said"),
     [
-        ("", "messages[1].content", "text that the answer goes on behind"),
-        ([{"type": "thinking", "thinking": "hm", "signature": ""}], "messages[1].content", "goes on behind"),
+        ([{"type": "thinking", "thinking": "hm", "signature": ""}], "messages[1].content",
+         "text that the answer goes on behind"),
         ([{"type": "text", "text": "Look."}, {"type": "tool_use", "id": "t", "name": "f", "input": {}}],
          "messages[1]", "tool_result"),
     ],
