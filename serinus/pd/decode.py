@@ -38,7 +38,7 @@ from serinus.pd.events import (
     Tick,
     WantPeer,
 )
-from serinus.pd.findings import ended_there, heard, message_of
+from serinus.pd.findings import ended_there, heard, sends
 from serinus.pd.integrity import digest_seed
 from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Mode
@@ -169,7 +169,8 @@ class DecodeSide:
             case WantPeer():
                 self._registry.want(event.address, now, out, pinned=True)
             case HandoffFinding():
-                self._tell(event, out)
+                up = [peer for peer in self._registry if peer.state is PeerState.UP]
+                out.extend(sends(event, {peer.name: peer.engine for peer in up}))
             case Shutdown():
                 self._stop(event, now, out)
         return out
@@ -258,12 +259,6 @@ class DecodeSide:
         for handoff in self._table:
             self._table.fail(handoff, "shutdown", event.reason, now, out)
         out.extend(ClosePeer(peer=peer.name) for peer in self._registry if peer.state is PeerState.UP)
-
-    def _tell(self, finding: HandoffFinding, out: list[DecodeAction]) -> None:
-        """Say to the prefill engine that a page of its handoff is wrong here, if it is still there."""
-        up = [peer for peer in self._registry if peer.state is PeerState.UP and peer.engine == finding.engine]
-        if up:
-            out.append(Send(peer=up[0].name, message=message_of(finding)))
 
     # ---- what the world does --------------------------------------------------------------------------------------
 
