@@ -76,7 +76,7 @@ class DecodeRole(PortRole):
             self._handle(WantPeer(address=address), now)
 
     def admit(self, request: Request, now: float) -> None:
-        address = request.prefill_address or self._known_address()
+        address = request.prefill_address or self.port.machine.least_loaded()
         if not address:
             self._scheduler.add(request, local_reason="no_prefill_engine")
             self._metrics.add("num_local_prompts", 1, "no_prefill_engine")
@@ -92,11 +92,6 @@ class DecodeRole(PortRole):
             event = PrepareHandoff(rid=request.rid, request=request, address=address)
             self._spans.asked(request.rid)
             self._handle(event, now)
-
-    def _known_address(self) -> str:
-        """The least loaded of the configured prefill engines that is up."""
-        up = [peer for peer in self.port.machine.peers if peer.pinned and peer.state is PeerState.UP]
-        return min(up, key=lambda peer: peer.load).address if up else ""
 
     def _go_local(self, rid: str, code: str) -> None:
         if self._scheduler.recompute(rid, code):

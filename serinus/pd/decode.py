@@ -114,6 +114,16 @@ class DecodeSide:
         peer = self._registry.at(address)
         return peer.refusal if peer is not None else ("", "")
 
+    def least_loaded(self) -> str:
+        """Of the configured prefill engines that are up, the address of the one with the least load, which counts one
+        request more from now on; empty = none is up."""
+        up = [peer for peer in self._registry if peer.pinned and peer.state is PeerState.UP]
+        if not up:
+            return ""
+        least = min(up, key=lambda peer: peer.load)
+        least.load += 1
+        return least.address
+
     @property
     def peers(self) -> tuple[Peer, ...]:
         """All known prefill engines; read only."""

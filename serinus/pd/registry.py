@@ -68,7 +68,7 @@ class Peer:
     incarnation: int = 0
     backend: str = ""
     load: int = 0
-    """Requests running or waiting there, as it says itself."""
+    """Requests running or waiting there: as it said, and what least_loaded gave it since."""
     queue_s: float = 0.0
     """Seconds until it would begin with another prompt: as it said, and what was sent there since."""
     token_s: float = 0.0
