@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from serinus.core.addresses import PEERS_MAX
 from serinus.core.errors import InvariantError
 from serinus.core.handoff import HandoffFinding
 from serinus.core.ids import new_xid
@@ -43,7 +44,7 @@ from serinus.pd.integrity import digest_seed
 from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Mode
 from serinus.pd.pages import PagesGranted, TakeIn, TakenIn, no_bytes
-from serinus.pd.registry import PEERS_MAX, Peer, PeerState, Registry
+from serinus.pd.registry import Peer, PeerState, Registry
 from serinus.pd.settings import HandoffSettings
 from serinus.wire import Gone, PeerMessage
 from serinus.wire.messages import (

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
 
 import msgspec
 
+from serinus.core.addresses import PEERS_MAX
 from serinus.pd.actions import AttachPeer, ClosePeer, DecodeAction, FencePeer, OpenPeer, PeerChanged, Send
 from serinus.pd.events import Tick
 from serinus.pd.layout import RankLayout, Routes
@@ -21,9 +21,6 @@ from serinus.pd.pulse import Pulse
 from serinus.pd.secret import greeting_mac, is_genuine
 from serinus.pd.settings import HandoffSettings
 from serinus.wire.messages import Hello, HelloAgain, HelloOk, Keepalive
-
-PEERS_MAX: Final = 64
-"""Addresses come with requests: there is a bound to how many are kept."""
 
 
 class PeerState(Enum):

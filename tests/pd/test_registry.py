@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from serinus.core.addresses import PEERS_MAX
 from serinus.pd import DecodeSide, OpenPeer, Recompute, WantPeer
 from serinus.pd.events import Tick
-from serinus.pd.registry import PEERS_MAX
 from serinus.wire import Gone
 from serinus.wire.messages import HelloOk, Keepalive
 from tests.pd.steps import of_type, start_event, tell
