@@ -109,7 +109,7 @@ class DecodeRole(PortRole):
             self._handle(start, now)
         for rid, reason in self._scheduler.incoming.take_kept():  # the prefill engine hears of it, if it was asked
             self._metrics.add("num_local_prompts", 1, reason)
-            event = CancelHandoff(rid=rid, reason=f"computed by decode itself: {reason}")
+            event = CancelHandoff(rid=rid, code="kept", reason=f"computed by decode itself: {reason}")
             self._handle(event, now)
         load = self._scheduler.running_count + self._scheduler.waiting_count
         self._act(self.port.turn(now, messages, load=load, turn=turns), now)

@@ -49,8 +49,8 @@ from serinus.wire.messages import (
 )
 
 _CODES: Final = frozenset(
-    {"aborted", "deadline", "digest", "error", "expired", "kv_canary", "mismatch", "peer_gone", "peer_slow", "rejected",
-     "refused", "shutdown", "timeout", "transfer"}
+    {"aborted", "deadline", "digest", "error", "expired", "kept", "kv_canary", "mismatch", "peer_gone", "peer_slow",
+     "rejected", "refused", "shutdown", "timeout", "transfer"}
 )  # fmt: skip
 """Reasons a decode engine may give; they become labels of a metric."""
 
