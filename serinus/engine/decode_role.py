@@ -174,7 +174,8 @@ class DecodeRole(PortRole):
                 case HandoffFinding() if self._heard is not None:
                     self._heard(result)
                 case PeerChanged():
-                    _log.info(
+                    say = _log.warning if result.state == PeerState.CONNECTING.value else _log.info
+                    say(
                         "prefill engine %s at %s is %s%s",
                         result.engine or "?", result.address, result.state, f": {result.reason}" * bool(result.reason),
                     )  # fmt: skip

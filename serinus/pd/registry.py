@@ -243,7 +243,7 @@ class Registry:
                     self.lose(peer, f"silent for {peer.pulse.silent_s:.0f} s", now, out, hang_up=True)
                     lost.append(peer)
                 elif peer.state is PeerState.CONNECTING:
-                    peer.slow = now - peer.since > self._settings.connect_s_max
+                    self._wait(peer, now, out)
                 elif peer.pulse.must_speak(now, self._settings.keepalive_s):
                     keepalive = Keepalive(
                         grant_floor=floor(peer.address), load=event.load, turn=event.turn, step_s_max=event.step_s
@@ -256,6 +256,13 @@ class Registry:
             elif now >= peer.retry_at:
                 self._open(peer, now, out)
         return lost
+
+    def _wait(self, peer: Peer, now: float, out: list[DecodeAction]) -> None:
+        """It has not answered yet. Of a configured one that never has, that is told once: its address may be wrong."""
+        was_slow, peer.slow = peer.slow, now - peer.since > self._settings.connect_s_max
+        if peer.pinned and peer.slow and not was_slow and not peer.failures:
+            reason = f"no answer for {now - peer.since:.0f} s, expected the control port of a prefill engine there"
+            out.append(self._news(peer, peer.state.value, reason))
 
     def _open(self, peer: Peer, now: float, out: list[DecodeAction]) -> None:
         self._attempts += 1
