@@ -56,7 +56,7 @@ class Recalls:
         )
         touched |= dict.fromkeys(rid for rid in (finding.rid, finding.xid) if self._reaches(rid, finding.position))
         reason = f"recalled by {finding.engine}: {finding.reason}"
-        others = self._findings(condemned, finding.part, finding.position, finding.reason, but=finding.engine)
+        others = self._findings(condemned, finding.part, finding.position, finding.reason, but=finding.peer)
         return [Verdict(rid=rid, reason=reason) for rid in touched], others
 
     def _reaches(self, rid: str, position: int) -> bool:
@@ -65,15 +65,16 @@ class Recalls:
         return own is not None and len(own.tokens) > position
 
     def _findings(self, condemned: Condemned, part: str, start: int, reason: str, *, but: str) -> list[HandoffFinding]:
-        """One for each handoff that moved condemned pages; the tokens go with the first to each engine."""
+        """One for each handoff that moved condemned pages; the tokens go with the first over each connection, as
+        engines may have one name. `but`: the connection over which it was told here; empty = it was found here."""
         found: list[HandoffFinding] = []
         named: set[str] = set()
         for trace in self._traces(condemned):
             position = self._position(trace, start, condemned)
-            if trace.engine == but or position is None or not self._is_new(trace, position):
+            if trace.peer == but or position is None or not self._is_new(trace, position):
                 continue
-            tokens = b"" if trace.engine in named or len(condemned.prefix) > _BYTES_MAX else condemned.prefix
-            named.add(trace.engine)
+            tokens = b"" if trace.peer in named or len(condemned.prefix) > _BYTES_MAX else condemned.prefix
+            named.add(trace.peer)
             found.append(
                 HandoffFinding(
                     engine=trace.engine, peer=trace.peer, xid=trace.xid, rid=trace.rid, part=part, position=position,

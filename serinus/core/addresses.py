@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Final
 
 from serinus.core.errors import ConfigError
+
+PEERS_MAX: Final = 64
+"""Prefill engines that one decode engine knows: those of its settings, and those whose addresses come with requests."""
 
 
 def bare_host(host: str) -> str:

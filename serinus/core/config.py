@@ -41,6 +41,8 @@ _GROUPS: dict[str, type] = {
     )
 }  # fmt: skip
 _ROUTER_PORT = 8000
+_ROLE_OF = {"prefill_addresses": "decode", "on_failure": "decode", "bootstrap_port": "prefill"}
+"""Settings of PdSettings that only engines of one role look at, and that say nothing to others."""
 _TreeT = TypeVar("_TreeT", bound="ConfigTree")
 _GroupT = TypeVar("_GroupT", ModelSettings, MemorySettings, ScheduleSettings, ParallelSettings, CanarySettings)
 
@@ -82,6 +84,11 @@ _LEFT_OUT: dict[str, frozenset[str]] = {
     ),
 }
 """Settings of a tree's groups that its command decides by itself."""
+
+
+def _not_of(role: str) -> Iterator[Setting]:
+    """The settings of handoffs that an engine of this role does not look at."""
+    return (setting for setting in settings_of(PdSettings) if _ROLE_OF.get(setting.name, role) != role)
 
 
 def _router_server() -> ServerSettings:
@@ -126,6 +133,13 @@ class ServeConfig(EngineConfig):
                 f"config: --disaggregation-transfer-backend is 'cuda_ipc' with {self.parallel.nnodes} hosts, expected"
                 f" one host, or auto or tcp"
             )
+        for setting in _not_of(self.role):
+            value = getattr(self.pd, setting.name)
+            if value != setting.default:
+                raise ConfigError(
+                    f"config: {setting.flag} is {value!r} with --disaggregation-mode {self.pd.mode}, expected"
+                    f" --disaggregation-mode {_ROLE_OF[setting.name]}"
+                )
 
     @property
     def role(self) -> str:
@@ -227,6 +241,11 @@ class UpConfig(EngineConfig):
         except ConfigError as err:
             raise ConfigError(f"{err} (of {role} engines)") from err
 
+    def _pd_of(self, role: str) -> PdSettings:
+        """Its part in handoffs; it is not told what only the other role looks at."""
+        own: dict[str, Any] = {setting.name: setting.default for setting in _not_of(role)}
+        return replace(self.pd, **own | {"mode": "null" if role == "unified" else role, "bootstrap_port": 0})
+
     def engine(self, *, role: str, name: str, port: int, threads: int) -> ServeConfig:
         """The settings of one engine: `role` unified, prefill or decode, on loopback, on `port`."""
         return ServeConfig(
@@ -242,7 +261,7 @@ class UpConfig(EngineConfig):
             memory=self._shared_memory_of(role),
             sched=self._of_role(self.sched, role),
             cache=self.cache,
-            pd=replace(self.pd, mode="null" if role == "unified" else role, bootstrap_port=0),
+            pd=self._pd_of(role),
             parallel=self.ranks_of(role),
             canary=self.canary_of(role),
             kernels=replace(self.kernels, threads=threads),

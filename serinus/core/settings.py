@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from serinus.core.addresses import check_host, check_tcp_url, is_wildcard, split_host_port
+from serinus.core.addresses import PEERS_MAX, check_host, check_tcp_url, is_wildcard, split_host_port
 from serinus.core.canary_settings import CanarySettings, coverage_stride
 from serinus.core.errors import ConfigError
 from serinus.core.eviction import EVICTION_POLICIES
@@ -346,6 +346,9 @@ class PdSettings:
                 f"config: --disaggregation-bootstrap-host is {self.bootstrap_host!r} with mooncake, expected an address"
                 f" of this machine: peers write to it"
             )
+        if len(self.prefill_addresses) > PEERS_MAX:
+            count = len(self.prefill_addresses)
+            raise ConfigError(f"config: --disaggregation-prefill-addresses are {count}, expected at most {PEERS_MAX}")
         for address in self.prefill_addresses:
             check_tcp_url(address, "config: --disaggregation-prefill-addresses")
         if self.peer_s_max <= self.keepalive_s:

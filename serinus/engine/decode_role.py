@@ -78,7 +78,7 @@ class DecodeRole(PortRole):
             self._handle(WantPeer(address=address), now)
 
     def admit(self, request: Request, now: float) -> None:
-        address = request.prefill_address or self._known_address()
+        address = request.prefill_address or self.port.machine.least_loaded()
         if not address:
             self._scheduler.add(request, local_reason="no_prefill_engine")
             self._metrics.add("num_local_prompts", 1, "no_prefill_engine")
@@ -94,11 +94,6 @@ class DecodeRole(PortRole):
             event = PrepareHandoff(rid=request.rid, request=request, address=address)
             self._spans.asked(request.rid)
             self._handle(event, now)
-
-    def _known_address(self) -> str:
-        """The least loaded of the configured prefill engines that is up."""
-        up = [peer for peer in self.port.machine.peers if peer.pinned and peer.state is PeerState.UP]
-        return min(up, key=lambda peer: peer.load).address if up else ""
 
     def _go_local(self, rid: str, code: str) -> None:
         if self._scheduler.recompute(rid, code):
@@ -116,7 +111,7 @@ class DecodeRole(PortRole):
             self._handle(start, now)
         for rid, reason in self._scheduler.incoming.take_kept():  # the prefill engine hears of it, if it was asked
             self._metrics.add("num_local_prompts", 1, reason)
-            event = CancelHandoff(rid=rid, reason=f"computed by decode itself: {reason}")
+            event = CancelHandoff(rid=rid, code="kept", reason=f"computed by decode itself: {reason}")
             self._handle(event, now)
         load = self._scheduler.running_count + self._scheduler.waiting_count
         self._act(self.port.turn(now, messages, load=load, turn=turns), now)
@@ -185,7 +180,8 @@ class DecodeRole(PortRole):
                 case HandoffFinding() if self._heard is not None:
                     self._heard(result)
                 case PeerChanged():
-                    _log.info(
+                    say = _log.warning if result.state == PeerState.CONNECTING.value else _log.info
+                    say(
                         "prefill engine %s at %s is %s%s",
                         result.engine or "?", result.address, result.state, f": {result.reason}" * bool(result.reason),
                     )  # fmt: skip

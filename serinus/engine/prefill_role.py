@@ -167,6 +167,8 @@ class PrefillRole(PortRole):
         self._asked.pop(result.xid, None)
         self._scheduler.handoff_ended(result.xid)
         self._spans.failed(result.xid, f"{result.code}: {result.reason}")
+        if result.code == "kept":  # decode took the prompt back: no failure
+            return
         name = "num_transfer_failed_reqs" if result.had_grant else "num_bootstrap_failed_reqs"
         self._metrics.add(name, 1, result.code)
         if self._rarely.says(result.code, now):

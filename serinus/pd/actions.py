@@ -73,7 +73,7 @@ class PeerChanged:
     address: str
     """Where it was connected to; empty for accepted peers."""
     state: str
-    """up | down | refused"""
+    """up | down | refused; connecting: it does not answer, and is waited for"""
     reason: str = ""
     backend: str = ""
     """With up: how KV travels."""

@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from serinus.core.addresses import PEERS_MAX
 from serinus.core.errors import InvariantError
 from serinus.core.handoff import HandoffFinding
 from serinus.core.ids import new_xid
@@ -38,12 +39,12 @@ from serinus.pd.events import (
     Tick,
     WantPeer,
 )
-from serinus.pd.findings import ended_there, heard, message_of
+from serinus.pd.findings import ended_there, heard, sends
 from serinus.pd.integrity import digest_seed
 from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Mode
 from serinus.pd.pages import PagesGranted, TakeIn, TakenIn, no_bytes
-from serinus.pd.registry import PEERS_MAX, Peer, PeerState, Registry
+from serinus.pd.registry import Peer, PeerState, Registry
 from serinus.pd.settings import HandoffSettings
 from serinus.wire import Gone, PeerMessage
 from serinus.wire.messages import (
@@ -114,6 +115,16 @@ class DecodeSide:
         peer = self._registry.at(address)
         return peer.refusal if peer is not None else ("", "")
 
+    def least_loaded(self) -> str:
+        """Of the configured prefill engines that are up, the address of the one with the least load, which counts one
+        request more from now on; empty = none is up."""
+        up = [peer for peer in self._registry if peer.pinned and peer.state is PeerState.UP]
+        if not up:
+            return ""
+        least = min(up, key=lambda peer: peer.load)
+        least.load += 1
+        return least.address
+
     @property
     def peers(self) -> tuple[Peer, ...]:
         """All known prefill engines; read only."""
@@ -169,7 +180,8 @@ class DecodeSide:
             case WantPeer():
                 self._registry.want(event.address, now, out, pinned=True)
             case HandoffFinding():
-                self._tell(event, out)
+                up = [peer for peer in self._registry if peer.state is PeerState.UP]
+                out.extend(sends(event, {peer.name: peer.engine for peer in up}))
             case Shutdown():
                 self._stop(event, now, out)
         return out
@@ -258,12 +270,6 @@ class DecodeSide:
         for handoff in self._table:
             self._table.fail(handoff, "shutdown", event.reason, now, out)
         out.extend(ClosePeer(peer=peer.name) for peer in self._registry if peer.state is PeerState.UP)
-
-    def _tell(self, finding: HandoffFinding, out: list[DecodeAction]) -> None:
-        """Say to the prefill engine that a page of its handoff is wrong here, if it is still there."""
-        up = [peer for peer in self._registry if peer.state is PeerState.UP and peer.engine == finding.engine]
-        if up:
-            out.append(Send(peer=up[0].name, message=message_of(finding)))
 
     # ---- what the world does --------------------------------------------------------------------------------------
 

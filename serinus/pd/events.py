@@ -85,7 +85,7 @@ class CancelHandoff:
 
     rid: str
     code: str = "aborted"
-    """What the peer is told: aborted, timeout or kv_canary."""
+    """What the peer is told: aborted, timeout, kv_canary, or kept (computed here, which is no failure)."""
     reason: str = "aborted by the client"
 
 

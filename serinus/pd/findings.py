@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from serinus.core.handoff import HandoffFinding
 from serinus.core.parts import Part
+from serinus.pd.actions import Send
 from serinus.wire.messages import Fail, KvFound
 
 _REASON_CHARS: Final = 2000
 
 
-def message_of(finding: HandoffFinding) -> KvFound:
-    """What the other engine is told."""
+def sends(finding: HandoffFinding, up: Mapping[str, str]) -> list[Send]:
+    """What is told of a finding: over the connection that the pages went over; where that is gone to every engine of
+    that name, as the other engine may have a new connection, and one that had no part in the handoff loses nothing.
+
+    `up`: names of the engines that are connected, by their connection.
+    """
+    is_there = up.get(finding.peer) == finding.engine
+    peers = [finding.peer] if is_there else [peer for peer, engine in up.items() if engine == finding.engine]
+    return [Send(peer=peer, message=_message_of(finding)) for peer in peers]
+
+
+def _message_of(finding: HandoffFinding) -> KvFound:
     part = Part[finding.part] if finding.part else Part.FULL
     return KvFound(
         xid=finding.xid, rid=finding.rid, part=part, position=max(0, finding.position),

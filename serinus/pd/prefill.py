@@ -21,7 +21,7 @@ from serinus.core.ids import new_xid
 from serinus.pd.actions import ClosePeer, PrefillAction, ReleaseChunk, Send
 from serinus.pd.clients import EARLY_BYTES_MAX, TOMBSTONES_MAX, Client, Clients, Lane, Piece
 from serinus.pd.events import Drain, EndPrefill, PrefillEvent, ReclaimParked, Shutdown, Tick
-from serinus.pd.findings import ended_there, heard, message_of
+from serinus.pd.findings import ended_there, heard, sends
 from serinus.pd.layout import RankLayout
 from serinus.pd.modes import Mode
 from serinus.pd.pages import PieceDigested, PieceMoved, PieceStatus, Unstage
@@ -49,8 +49,8 @@ from serinus.wire.messages import (
 )
 
 _CODES: Final = frozenset(
-    {"aborted", "deadline", "digest", "error", "expired", "kv_canary", "mismatch", "peer_gone", "peer_slow", "rejected",
-     "refused", "shutdown", "timeout", "transfer"}
+    {"aborted", "deadline", "digest", "error", "expired", "kept", "kv_canary", "mismatch", "peer_gone", "peer_slow",
+     "rejected", "refused", "shutdown", "timeout", "transfer"}
 )  # fmt: skip
 """Reasons a decode engine may give; they become labels of a metric."""
 
@@ -137,9 +137,7 @@ class PrefillSide:
                 if early:
                     self._table.give_up_pages(max(early, key=lambda handoff: handoff.prepared_at), out)
             case HandoffFinding():
-                up = [client.peer for client in self._clients if client.engine == event.engine]
-                if up:
-                    out.append(Send(peer=up[0], message=message_of(event)))
+                out.extend(sends(event, {client.peer: client.engine for client in self._clients}))
             case Drain():
                 self._closed = self._closed or event.reason
             case Shutdown():

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
 
 import msgspec
 
+from serinus.core.addresses import PEERS_MAX
 from serinus.pd.actions import AttachPeer, ClosePeer, DecodeAction, FencePeer, OpenPeer, PeerChanged, Send
 from serinus.pd.events import Tick
 from serinus.pd.layout import RankLayout, Routes
@@ -21,9 +21,6 @@ from serinus.pd.pulse import Pulse
 from serinus.pd.secret import greeting_mac, is_genuine
 from serinus.pd.settings import HandoffSettings
 from serinus.wire.messages import Hello, HelloAgain, HelloOk, Keepalive
-
-PEERS_MAX: Final = 64
-"""Addresses come with requests: there is a bound to how many are kept."""
 
 
 class PeerState(Enum):
@@ -68,7 +65,7 @@ class Peer:
     incarnation: int = 0
     backend: str = ""
     load: int = 0
-    """Requests running or waiting there, as it says itself."""
+    """Requests running or waiting there: as it said, and what least_loaded gave it since."""
     queue_s: float = 0.0
     """Seconds until it would begin with another prompt: as it said, and what was sent there since."""
     token_s: float = 0.0
@@ -246,7 +243,7 @@ class Registry:
                     self.lose(peer, f"silent for {peer.pulse.silent_s:.0f} s", now, out, hang_up=True)
                     lost.append(peer)
                 elif peer.state is PeerState.CONNECTING:
-                    peer.slow = now - peer.since > self._settings.connect_s_max
+                    self._wait(peer, now, out)
                 elif peer.pulse.must_speak(now, self._settings.keepalive_s):
                     keepalive = Keepalive(
                         grant_floor=floor(peer.address), load=event.load, turn=event.turn, step_s_max=event.step_s
@@ -259,6 +256,13 @@ class Registry:
             elif now >= peer.retry_at:
                 self._open(peer, now, out)
         return lost
+
+    def _wait(self, peer: Peer, now: float, out: list[DecodeAction]) -> None:
+        """It has not answered yet. Of a configured one that never has, that is told once: its address may be wrong."""
+        was_slow, peer.slow = peer.slow, now - peer.since > self._settings.connect_s_max
+        if peer.pinned and peer.slow and not was_slow and not peer.failures:
+            reason = f"no answer for {now - peer.since:.0f} s, expected the control port of a prefill engine there"
+            out.append(self._news(peer, peer.state.value, reason))
 
     def _open(self, peer: Peer, now: float, out: list[DecodeAction]) -> None:
         self._attempts += 1

@@ -14,9 +14,8 @@ from serinus.core.handoff import ChunkReady
 from serinus.core.parts import PageSpan
 from serinus.pd.actions import AbortPrefill, AddPrefill, Landed, PeerChanged, PrefillDrained, Recompute, Send
 from serinus.pd.events import CancelHandoff
-from serinus.pd.pages import PieceMoved, PieceStatus, TakenIn
-from serinus.wire import PeerMessage
-from serinus.wire.messages import Data, Grant, Prepare
+from serinus.pd.pages import PieceMoved, PieceStatus, TakeIn, TakenIn
+from serinus.wire.messages import Grant, Prepare
 
 _PIECES_MAX: Final = 256
 
@@ -34,6 +33,8 @@ class _Passage:
     pages: int = 0
     byte_count: int = 0
     pieces: list[tuple[float, int, int, int]] = field(default_factory=list)
+    coming: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Bytes of pieces that are being taken in, by rank and number."""
     ended: float | None = None
     code: str = ""
     reason: str = ""
@@ -49,6 +50,7 @@ class _Passage:
     def end(self, now: float, code: str, reason: str = "") -> None:
         if self.ended is None:
             self.ended, self.code, self.reason = now, code, reason
+            self.coming.clear()
 
 
 class HandoffTrail:
@@ -60,19 +62,14 @@ class HandoffTrail:
         self._passages: dict[str, _Passage] = {}
         self._xid_of: dict[str, str] = {}
         """By request, of those that have not ended: a decode engine ends handoffs by it."""
-        self._coming: dict[tuple[str, int, int], int] = {}
-        """Bytes of pieces that came and are not taken in, by handoff, rank and number."""
         self._engines: dict[str, str] = {}
         """Names of engines by their connection."""
 
     def hear(self, event: object, actions: Sequence[object], now: float) -> None:
         """What the machine was told, and what it asks for."""
         match event:
-            case PeerMessage(message=Data() as data):
-                if data.xid in self._passages:
-                    self._coming[data.xid, data.rank, data.piece] = data.byte_count
             case TakenIn() if (passage := self._passages.get(event.xid)) is not None:
-                byte_count = self._coming.pop((event.xid, event.source, event.piece), 0)
+                byte_count = passage.coming.pop((event.source, event.piece), 0)
                 if not event.error:
                     passage.piece(now, event.source, event.piece, byte_count)
             case PieceMoved(status=PieceStatus.DONE) if (passage := self._passages.get(event.xid)) is not None:
@@ -108,6 +105,8 @@ class HandoffTrail:
             case AddPrefill() if action.xid not in self._passages:
                 passage = self._begin(action.xid, action.rid, now, peer=action.peer)
                 passage.tokens, passage.held = len(action.request.prompt), action.held
+            case TakeIn() if (found := self._passages.get(action.xid)) is not None:
+                found.coming[action.source, action.piece] = action.byte_count
             case Landed():
                 if action.xid in self._passages:
                     self._passages[action.xid].engine = action.engine
@@ -135,7 +134,6 @@ class HandoffTrail:
             passage.end(now, code, reason)
             if self._xid_of.get(passage.rid) == xid:
                 del self._xid_of[passage.rid]
-            self._coming = {key: count for key, count in self._coming.items() if key[0] != xid}
 
     def _forget(self, xid: str) -> None:
         passage = self._passages.pop(xid)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from serinus.cache import Tier
 from serinus.canary.violation import OVERFLOW
-from serinus.core.parts import Part
+from serinus.core.handoff import HandoffFinding, PageTrace
+from serinus.core.parts import PageSpan, Part
 from serinus.core.request import FinishReason
 from serinus.selftest import CanaryPDFixture, make_canary_toy
 from serinus.testing.oracle import toy_continue
@@ -103,6 +105,28 @@ def test_of_violations_that_no_row_was_left_for_everything_that_was_looked_at_is
     assert pair.lead("decode").violations.counts[OVERFLOW] > 0
     assert all(pair.failed(rid) for rid in rids)
     assert [cached(pair, "prefill", rid) for rid in rids] == [0] * 8
+
+
+def test_a_recall_goes_on_over_every_other_connection_with_its_tokens_though_engines_have_one_name(toy: Path) -> None:
+    pair = CanaryPDFixture(toy, kv_canary="raise")
+    (rid,) = pair.send_parallel_short_requests(1, distinct_prompts=True, prompt_tokens=24)
+    pair.run()
+    prompt, cache = np.array(pair.prompts[rid], np.int32), pair.built("prefill").cache
+    match = cache.match_prefix("", prompt, 24)
+    cache.release(match.lease)
+    (trace,) = cache.ledgers[Tier.DEVICE, Part.FULL].traces_of(match.pages)
+    for peer, first in (("other", 3), ("third", 5)):
+        span = PageSpan(part=Part.FULL, first=first, pages=match.pages[first : first + 2])
+        cache.trace([PageTrace(arrived=False, engine=trace.engine, peer=peer, xid=peer, rid=peer, span=span)])
+    lead = pair.lead("prefill")
+    recall = HandoffFinding(
+        engine=trace.engine, peer=trace.peer, xid=trace.xid, rid=rid, part="FULL", position=4, reason="wrong",
+        tokens=prompt.tobytes(), is_recall=True,
+    )  # fmt: skip
+    lead.heard(recall)
+    told = {each.peer: each.tokens for each in lead.take_findings()}
+    assert told == dict.fromkeys(("other", "third"), prompt[:8].tobytes()), "and not to the engine that told of it"
+    pair.close()
 
 
 SHAPES: dict[str, dict[str, Any]] = {

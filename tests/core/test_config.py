@@ -34,6 +34,7 @@ def test_every_value_survives_json() -> None:
             "context_length": 77,
             "mem_fraction_static": 0.5,
             "disable_radix_cache": True,
+            "mode": "decode",
             "prefill_addresses": ("tcp://a:1", "tcp://b:2"),
             "revision": "main",
         },
@@ -74,6 +75,7 @@ def test_json_that_is_no_tree_is_refused(text: str, complaint: str) -> None:
         (ModelSettings, {"context_length": 1.5}, "--context-length is 1.5, expected an integer"),
         (PdSettings, {"mode": "both"}, "--disaggregation-mode is 'both'"),
         (PdSettings, {"keepalive_s": 5.0, "peer_s_max": 5.0}, "expected more than"),
+        (PdSettings, {"prefill_addresses": ("tcp://a:1",) * 65}, "-addresses are 65, expected at most 64"),
     ],
 )
 def test_a_wrong_value_is_refused_with_flag_value_and_expectation(
@@ -97,6 +99,7 @@ def test_variables_are_read_by_the_type_of_their_setting() -> None:
     env = {
         "SERINUS_DISABLE_RADIX_CACHE": "yes",
         "SERINUS_CONTEXT_LENGTH": "none",
+        "SERINUS_DISAGGREGATION_MODE": "decode",
         "SERINUS_DISAGGREGATION_PREFILL_ADDRESSES": "tcp://a:1, tcp://b:2",
         "SERINUS_MEM_FRACTION_STATIC": "0.25",
         "SERINUS_SOMETHING_ELSE": "1",
@@ -166,6 +169,34 @@ def test_an_engine_of_up_has_its_own_port_name_and_threads_and_shares_the_rest()
     assert engine.memory.mem_fraction_static == pytest.approx(0.2)
     assert (engine.kernels.threads, engine.server.api_key, engine.model.model_path) == (1, "k", "m")
     assert up.engine(role="unified", name="unified-0", port=1, threads=1).pd.mode == "null"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "role"),
+    [
+        ("prefill_addresses", ("tcp://a:1",), "decode"),
+        ("on_failure", "error", "decode"),
+        ("bootstrap_port", 9, "prefill"),
+    ],
+)
+def test_what_only_one_role_looks_at_is_refused_by_engines_of_the_others(name: str, value: object, role: str) -> None:
+    for mode in ("null", "prefill", "decode"):
+        given = {"mode": mode, name: value}
+        if mode == role:
+            assert getattr(from_names(ServeConfig, given).pd, name) == value
+            continue
+        with pytest.raises(
+            ConfigError, match=f"with --disaggregation-mode {mode}, expected --disaggregation-mode {role}"
+        ):
+            from_names(ServeConfig, given)
+
+
+def test_up_tells_decode_engines_alone_what_they_do_where_a_handoff_fails() -> None:
+    up = from_names(UpConfig, {"model": "m", "on_failure": "error"})
+    engines = {role: up.engine(role=role, name=role, port=1, threads=1) for role in ("prefill", "decode", "unified")}
+    assert {role: engine.pd.on_failure for role, engine in engines.items()} == {
+        "prefill": "recompute", "decode": "error", "unified": "recompute",
+    }  # fmt: skip
 
 
 def test_up_does_not_ask_for_what_it_decides_itself() -> None:

@@ -354,3 +354,16 @@ def test_any_mix_of_arrivals_turns_and_aborts_gives_right_tokens_and_leaves_noth
         assert (deltas[-1].finish is FinishReason.ABORT) == (rid in aborted)
     for built in (both.decode.built, both.prefill.built):
         assert built.engine.scheduler.stats().used_tokens == 0
+
+
+def test_a_configured_address_that_does_not_answer_is_warned_of_once(
+    toy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    both = pair(toy)
+    both.turn_decode()
+    assert not caplog.records, "it may be on its way"
+    for _ in range(80):  # also when it is given up, and greeted anew
+        both.clock.advance(2.0)
+        both.turn_decode()
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert record.getMessage().startswith("prefill engine ? at local://prefill is connecting: no answer for 1")

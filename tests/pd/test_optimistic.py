@@ -66,6 +66,7 @@ def test_a_prompt_that_turns_out_to_be_cached_is_taken_back(toy: Path) -> None:
     assert both.decode.built.metrics.get("num_local_prompts", "short") == 1
     assert both.tokens("b") == toy_continue(load_spec(toy), prompt, 12)
     assert both.port_of(both.prefill).machine.handoff_count == 0
+    assert both.prefill.built.metrics.by_labels("num_bootstrap_failed_reqs") == {}, "that is no failure"
 
 
 @pytest.mark.slow

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from serinus.core.addresses import PEERS_MAX
 from serinus.pd import DecodeSide, OpenPeer, Recompute, WantPeer
 from serinus.pd.events import Tick
-from serinus.pd.registry import PEERS_MAX
 from serinus.wire import Gone
-from serinus.wire.messages import HelloOk
+from serinus.wire.messages import HelloOk, Keepalive
 from tests.pd.steps import of_type, start_event, tell
 from tests.pd.tiny import LAYOUT, make_settings
 
@@ -38,3 +38,16 @@ def test_addresses_that_nothing_answers_at_do_not_keep_a_new_one_out(end: str) -
     known = {peer.address for peer in side.peers}
     assert {"kept", "up"} < known
     assert len(known) == PEERS_MAX
+
+
+def test_of_configured_engines_a_burst_goes_to_each_by_its_load_before_any_of_them_says_anew_what_it_has() -> None:
+    side = DecodeSide(make_settings("d", 1))
+    assert side.least_loaded() == ""
+    for number, load in enumerate((0, 2, 0), 1):
+        side.handle(WantPeer(address=f"p{number}"), 0.0)
+        if number < 3:
+            tell(side, f"p{number}#{number}", HelloOk(engine="p", role="prefill", backend="shm", layout=LAYOUT))
+            tell(side, f"p{number}#{number}", Keepalive(load=load))
+    assert [side.least_loaded() for _ in range(6)] == ["p1", "p1", "p1", "p2", "p1", "p2"], "p3 is not up"
+    tell(side, "p1#1", Keepalive(load=9))
+    assert side.least_loaded() == "p2", "what it says itself counts anew"

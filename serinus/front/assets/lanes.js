@@ -1,5 +1,7 @@
 // Requests as a waterfall over time, handoffs as swim lanes: the prefill engine's pieces above, the decode engine's below.
 const WINDOW_S = 60;
+// Codes of handoffs that did what was asked of them: "kept" is computed by decode after all.
+const isBad = (code) => !["landed", "drained", "kept"].includes(code);
 
 function requestsOf(engines) {
   const rows = [];
@@ -96,11 +98,11 @@ class Handoffs {
   }
   code(h) {
     const codes = [h.decode, h.prefill].filter((s) => s && s.ended).map((s) => s.code);
-    return codes.some((c) => c !== "landed" && c !== "drained") ? "failed" : codes.length ? "landed" : "open";
+    return codes.some(isBad) ? "failed" : codes.length ? "landed" : "open";
   }
   lane(h, longest, width) {
     const sides = [h.prefill, h.decode], there = sides.filter(Boolean), zero = Math.min(...there.map((s) => s.began)), x = (t) => ((t - zero) / longest) * (width - 8) + 4;
-    const code = this.code(h), bad = there.find((s) => s.ended && s.code !== "landed" && s.code !== "drained"), main = h.decode || h.prefill;
+    const code = this.code(h), bad = there.find((s) => s.ended && isBad(s.code)), main = h.decode || h.prefill;
     const names = [h.prefill ? h.prefill.by.name : (h.decode && h.decode.engine) || "prefill", h.decode ? h.decode.by.name : (h.prefill && h.prefill.engine) || "decode"];
     const took = span(Math.max(...there.map((s) => (s.ended || s.by.clock(s.by.now)) - zero)));
     const words = `${code === "failed" ? `failed: ${bad.code}` : code}, ${many(main.pages, "page")}, ${bytes(main.bytes)} in ${many(main.pieces.length, "piece")}, ${took}`;
@@ -120,7 +122,7 @@ class Handoffs {
     sides.forEach((side, i) => {
       if (!side) return;
       for (const [at, rank, number, size] of side.pieces) svg.append(el("rect", { x: x(at) - 3, y: (i ? 32 : 12) - 6, width: 6, height: 12, rx: 1.5, class: i ? "piece-taken" : "piece-sent" }, el("title", {}, `piece ${number} of rank ${rank}: ${bytes(size)}, ${span(at - zero)} after the beginning`)));
-      if (side.ended && side.code !== "landed" && side.code !== "drained") { const at = x(side.ended), y = i ? 32 : 12; svg.append(el("path", { d: `M${at - 6} ${y - 6}L${at + 6} ${y + 6}M${at - 6} ${y + 6}L${at + 6} ${y - 6}`, class: "cross" })); }
+      if (side.ended && isBad(side.code)) { const at = x(side.ended), y = i ? 32 : 12; svg.append(el("path", { d: `M${at - 6} ${y - 6}L${at + 6} ${y + 6}M${at - 6} ${y + 6}L${at + 6} ${y - 6}`, class: "cross" })); }
     });
     return el("article", { class: `handoff ${code}` }, el("div", { class: "who" }, el("strong", { title: h.rid }, short(h.rid)), el("span", { class: "quiet" }, `${hour(zero)} · ${words}`), bad && bad.reason ? el("span", { class: "why" }, bad.reason) : ""), el("div", { class: "ends" }, el("span", {}, names[0]), el("span", {}, names[1])), svg);
   }
