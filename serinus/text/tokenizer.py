@@ -326,6 +326,8 @@ def _convert_backend(folder: Path, *, is_plain: bool = False, **given: Any) -> _
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(f"text: tokenizer {type(loaded).__name__} of {folder} has no fast form")
+    if not backend.encode(_ANCHOR, add_special_tokens=False).ids:  # made of a class alone, without a file
+        raise ConfigError(f"text: no tokenizer in {folder} (it has no tokens), expected a tokenizer.json")
     return cast(_Backend, backend)
 
 

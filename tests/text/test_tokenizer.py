@@ -134,8 +134,12 @@ def test_a_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected a tokenizer"):
+@pytest.mark.parametrize("config", ["", '{"model_type": "qwen2"}'])
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path, config: str) -> None:
+    """By its model's class alone transformers makes a tokenizer without tokens."""
+    if config:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match=r"expected a tokenizer\.json"):
         load_tokenizer(str(tmp_path))
 
 
