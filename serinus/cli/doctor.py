@@ -256,18 +256,6 @@ def shared_memory() -> Iterator[MachineCheck]:
     )
 
 
-def _check_weights(folder: str) -> None:
-    """Raises ConfigError where a file of weights is cut short."""
-    from safetensors import SafetensorError, safe_open
-
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="numpy"):
-                pass  # opening reads the header and compares it with the length of the file
-        except SafetensorError as error:
-            raise ConfigError(f"models: {file.name} is not whole ({error}), expected it as it was published") from None
-
-
 def checkpoint(config: ServeConfig) -> list[MachineCheck]:
     """Config, weights, tokenizer, and the room for KV under these settings."""
     findings: list[MachineCheck] = []
@@ -280,11 +268,11 @@ def checkpoint(config: ServeConfig) -> list[MachineCheck]:
 
 
 def _model(config: ServeConfig) -> Iterator[MachineCheck]:
-    from serinus.models import file_bytes, spec_of
+    from serinus.models import check_weights, file_bytes, spec_of
     from serinus.ranks.build import choose_device
     from serinus.ranks.memory import available_bytes
     from serinus.ranks.rank_processes import mesh_of
-    from serinus.text import load_tokenizer
+    from serinus.text import load_generation_config, load_tokenizer
 
     spec = spec_of(config.model)
     window = "" if spec.window is None else f", window {spec.window}"
@@ -302,10 +290,11 @@ def _model(config: ServeConfig) -> Iterator[MachineCheck]:
             f"{shard.name}: {len(shard.layers)} layers, {len(shard.kv_heads)} KV heads" for shard in shards
         )
         yield MachineCheck(what="shards", seen=each)
+    load_generation_config(spec.path, config.model.generation_config)
     tokenizer = load_tokenizer(spec.path)
     chat = "with" if tokenizer.template is not None else "without"
     yield MachineCheck(what="tokenizer", seen=f"{tokenizer.vocab_size} tokens, {chat} chat template")
-    _check_weights(spec.path)
+    check_weights(spec, Path(spec.path), config.model.load_format)
     weights, device = file_bytes(Path(spec.path)), choose_device(config.model.device)
     free = available_bytes(device)
     fits = weights < free

@@ -182,6 +182,12 @@ class _Group:
 
     async def live(self) -> int:
         """Start everything, route, stop everything; the exit code."""
+        told = asyncio.Event()
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+        ):  # of asyncio.run it would cancel what runs then; until HTTP listens
+            asyncio.get_running_loop().add_signal_handler(number, told.set)
         for member in self._members:
             await self._spawn(member)
         from serinus.front import HttpServer, create_router_app, router_limits
@@ -206,6 +212,8 @@ class _Group:
             tls=self._tls,
             keys=app.state.router.keys,
         )
+        if told.is_set():
+            self._server.stop()
         rising = asyncio.create_task(self._rise())
         settle_heap()
         try:

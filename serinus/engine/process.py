@@ -31,7 +31,7 @@ _REASON_S = 3.0
 
 def main(argv: list[str] | None = None) -> int:
     """Run one engine to its end; returns the exit code: 0 told to stop, 1 it broke, 2 its settings are wrong, 3 one of
-    its ranks broke or was lost."""
+    its ranks broke or was lost. Raises SystemExit: the front has ended, and took the settings with it."""
     parser = argparse.ArgumentParser(prog="serinus-engine", description="One engine process of `serinus serve`.")
     parser.add_argument("--config", required=True, help="file with the ServeConfig as JSON")
     parser.add_argument("--endpoint", required=True, help="zmq endpoint to bind for the front, e.g. ipc:///tmp/x")
@@ -43,7 +43,12 @@ def main(argv: list[str] | None = None) -> int:
     show_stacks_at(signal.SIGUSR1)
     clock = WallClock()
     started = clock.now()
-    config = ServeConfig.from_json(Path(arguments.config).read_text())
+    try:
+        config = ServeConfig.from_json(Path(arguments.config).read_text())
+    except FileNotFoundError:  # with its folder, which the front removes as it ends
+        raise SystemExit(
+            f"engine: no settings at {arguments.config}, expected them there: the front has ended"
+        ) from None
     several = config.parallel.size > 1
     setup_logging(config.server.log_level, "TP0 PP0" if several else "TP0", config.server.log_format)
     exit_record = ExitRecord(Path(arguments.words) if arguments.words else None)

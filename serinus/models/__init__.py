@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from serinus.models.batch import ForwardBatch, HostBatch
     from serinus.models.hooks import ForwardHook, NullHook, Put, compose_hooks
     from serinus.models.hub import check_path, resolve
-    from serinus.models.loader import Model, choose_dtype, choose_kv_dtype, load_model
+    from serinus.models.loader import Model, check_weights, choose_dtype, choose_kv_dtype, load_model
     from serinus.models.rope_fields import RopeSpec
     from serinus.models.small_checkpoints import make_checkpoint, make_toy
     from serinus.models.spec import KNOWN_ARCHITECTURES, TOY_ARCHITECTURE, ModelSpec, load_spec, overrides_of, spec_of
@@ -31,6 +31,7 @@ __all__ = [
     "RopeSpec",
     "TensorDigests",
     "check_path",
+    "check_weights",
     "choose_dtype",
     "choose_kv_dtype",
     "compose_hooks",
@@ -49,7 +50,7 @@ __getattr__ = lazy_names(
     batch="ForwardBatch HostBatch",
     hooks="ForwardHook NullHook Put compose_hooks",
     hub="check_path resolve",
-    loader="Model choose_dtype choose_kv_dtype load_model",
+    loader="Model check_weights choose_dtype choose_kv_dtype load_model",
     small_checkpoints="make_checkpoint make_toy",
     rope_fields="RopeSpec",
     spec="KNOWN_ARCHITECTURES TOY_ARCHITECTURE ModelSpec load_spec overrides_of spec_of",

@@ -27,11 +27,12 @@ class ConfigFields:
         shown = repr(self.values[name])[:120] if name in self.values else "nothing"
         return ConfigError(f"models: {self.source}: field {name!r} is {shown}, expected {expected}")
 
-    def whole(self, name: str, default: int | None = None, low: int = 1) -> int:
-        """The integer in a field. Raises ConfigError: it is missing, no integer, or below `low`."""
+    def whole(self, name: str, default: int | None = None, low: int = 1, high: int | None = None) -> int:
+        """The integer in a field. Raises ConfigError: it is missing, no integer, below `low` or above `high`."""
         value = self.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise self.fail(name, f"an integer, at least {low}")
+        most = value if high is None else high
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= most:
+            raise self.fail(name, f"an integer, at least {low}" + ("" if high is None else f" and at most {high}"))
         return value
 
     def real(self, name: str, default: float) -> float:

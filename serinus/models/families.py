@@ -252,6 +252,8 @@ FAMILIES: Mapping[str, Family] = {
 }
 """By the name in `architectures`."""
 
+_LAYERS_MAX = 10_000
+"""Far more than any model has; a spec names the part of each."""
 _OPTIONAL = (Sliding.ABOVE, Sliding.TURNS, Sliding.STILL)
 _LAYER_TYPES = {"full_attention": Part.FULL, "sliding_attention": Part.SWA}
 
@@ -260,7 +262,7 @@ def family_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
     """The fields of a ModelSpec that the family decides. Raises ConfigError for missing, wrong or unknown ones."""
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     attention_bias = config.flag("attention_bias", False) if family.qkv_bias is None else family.qkv_bias
-    layer_count = config.whole("num_hidden_layers")
+    layer_count = config.whole("num_hidden_layers", high=_LAYERS_MAX)
     context = config.whole("max_position_embeddings")
     layer_parts, window = _windows(config, family, layer_count, context)
     rope, rope_swa = ropes_of(
@@ -336,7 +338,7 @@ def toy_fields(config: ConfigFields) -> dict[str, Any]:
     head_size = config.whole("head_dim", 8)
     if heads * head_size % 4:
         raise config.fail("head_dim", "num_key_value_heads * head_dim to be a multiple of 4 (rows of whole words)")
-    layer_count = config.whole("num_hidden_layers")
+    layer_count = config.whole("num_hidden_layers", high=_LAYERS_MAX)
     context = config.whole("max_position_embeddings")
     is_latent = config.flag("latent", False)
     layer_parts, window = _windows(config, Family(sliding=Sliding.ALL, latent=is_latent), layer_count, context)

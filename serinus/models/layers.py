@@ -161,7 +161,8 @@ class _Layer:
         """What the checkpoint divides keys or values by in FP8. Raises ConfigError: no positive number."""
         for name in (f"self_attn.{each.format(half)}" for each in _KV_SCALES):
             if self._source.has(self._base + name):
-                scale = float(self._take(name, (1,), dtype=torch.float32))
+                taken = self._take(name, (1,), dtype=torch.float32)
+                scale = 1.0 if taken.is_meta else float(taken)
                 if not 0.0 < scale < math.inf:
                     raise ConfigError(f"models: {self._base}{name} is {scale}, expected a positive number")
                 return scale

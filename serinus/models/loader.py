@@ -12,21 +12,23 @@ from serinus.core.errors import ConfigError
 from serinus.core.gguf_file import GGUF_LINK
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
-from serinus.kernels import Kernels, LayersKv
+from serinus.kernels import Kernels, LayersKv, load
 from serinus.models.batch import ForwardBatch
 from serinus.models.decoder import Decoder
 from serinus.models.expert_weights import multiplies_integers
 from serinus.models.gguf_files import GgufSource
 from serinus.models.hooks import ForwardHook
 from serinus.models.interleaved import MXFP4
+from serinus.models.layers import take_weights
 from serinus.models.quantized import QuantizingSource
 from serinus.models.quantized_files import QuantizedFiles
 from serinus.models.spec import TOY_ARCHITECTURE, ModelSpec
 from serinus.models.toy import ToyModel
 from serinus.models.transformers_model import TransformersModel
 from serinus.models.weight_digests import TensorDigests
+from serinus.models.weight_files import file_of_each
 from serinus.models.weights import RandomSource, SafetensorsSource, WeightSource
-from serinus.parallel import Shard
+from serinus.parallel import Mesh, Shard
 from serinus.parallel.comm import Comm
 
 _log = get_logger("models")
@@ -157,6 +159,21 @@ def load_model(
     finally:
         if isinstance(files, SafetensorsSource):
             files.close()  # also where it failed: what is read ahead is on its way to memory that others get then
+
+
+def check_weights(spec: ModelSpec, path: Path, load_format: str = "auto") -> None:
+    """Refuse weights that `load_model` would refuse by their files and by names, shapes and types of tensors; of those
+    that are stored quantized, or run through transformers, by their files alone. Of a GGUF file the spec was made.
+
+    Raises ConfigError as `load_model` does. Cost: headers are read; layers are made of tensors without memory.
+    """
+    if load_format == "dummy" or spec.architecture == TOY_ARCHITECTURE or (path / GGUF_LINK).exists():
+        return
+    if spec.through_transformers or (spec.quantization is not None and not spec.quantization.at_load):
+        file_of_each(path)
+    else:
+        source = SafetensorsSource(path, torch.bfloat16, "meta", None, spec.prefix)
+        take_weights(spec, source, load("cpu", "ref"), 1, spec.shards(Mesh())[0])
 
 
 def _source(

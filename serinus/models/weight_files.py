@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final
@@ -37,18 +37,21 @@ def file_of_each(folder: Path) -> Mapping[str, str]:
         raise ConfigError(f"models: {folder} has {found}, expected {SINGLE_FILE}")
     pairs: dict[str, str] = {}
     for path in files:
-        try:
-            with safe_open(path, framework="pt") as opened:
-                pairs.update(dict.fromkeys(opened.keys(), path.name))
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(
-                f"models: {path} cannot be read ({error}), expected a complete safetensors file"
-            ) from None
+        pairs.update(dict.fromkeys(_tensor_names(path), path.name))
     return pairs
 
 
+def _tensor_names(path: Path) -> Sequence[str]:
+    """Of all tensors in a file. Raises ConfigError: it is truncated, or no safetensors file."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return list(opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"models: {path} cannot be read ({error}), expected a complete safetensors file") from None
+
+
 def indexed_files(folder: Path, *, check: bool = False) -> Mapping[str, str]:
-    """The file of each tensor, as the index says; with `check` the files must be there. Raises ConfigError."""
+    """The file of each tensor, as the index says; with `check` files must be there and whole. Raises ConfigError."""
     index = folder / INDEX
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -60,6 +63,8 @@ def indexed_files(folder: Path, *, check: bool = False) -> Mapping[str, str]:
             raise ConfigError(f"models: {index} names {file!r}, expected *.safetensors beside it")
         if check and not (folder / file).exists():
             raise ConfigError(f"models: {folder / file} is missing, expected it as {INDEX} names it")
+        if check:
+            _tensor_names(folder / file)
     return pairs
 
 

@@ -23,6 +23,7 @@ from serinus.models.device_tensors import DeviceTensors
 from serinus.models.weight_digests import TensorDigests
 from serinus.models.weight_files import file_of_each
 
+_META = "meta"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _log = get_logger("models")
 _SCALE = 120
@@ -103,6 +104,7 @@ class SafetensorsSource(_PlainLinears):
         """Read the index or the headers.
 
         Args:
+            device: where tensors go; `meta` = nothing of them is read, only names, shapes and types are checked.
             digests: are made of what is taken.
             prefix: what the names of the model's tensors begin with in the files; others are left out.
             reader: reads to a device that is no CPU; None = it is made, where there is such a device.
@@ -129,7 +131,7 @@ class SafetensorsSource(_PlainLinears):
         self._tell = tell
         self._total = sum((folder / file).stat().st_size for file in set(self._file_of.values()))
         self._there: DeviceTensors | None = None
-        if device != "cpu" or reader is not None:
+        if device not in ("cpu", _META) or reader is not None:
             names = tuple(self._left) if ahead else ()
             self._there = DeviceTensors(folder, self._file_of, reader or DeviceReader(device), digests, names)
 
@@ -191,7 +193,8 @@ class SafetensorsSource(_PlainLinears):
             stored = opened.get_slice(name)
             _check_shape(name, tuple(stored.get_shape()), shape)
             whole: torch.Tensor = opened.get_tensor(name)  # mapped: nothing is read before it is used
-            tensor: torch.Tensor = whole if span is None else stored[_index(span, dim)]
+            there = whole if self.device == _META else stored
+            tensor: torch.Tensor = whole if span is None else there[_index(span, dim)]
         if self._digests is not None:
             self._digests.add(name, whole)
         return tensor

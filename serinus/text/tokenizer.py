@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -44,6 +45,9 @@ _COUNTED_CHARS = 1 << 18
 """Tokens of a longer text are counted before it is encoded as a whole."""
 _PIECE_CHARS = 1 << 16
 """They are counted in pieces of so many characters: the list of ids of each, made with the GIL, is short."""
+_IMPORT = threading.Lock()
+"""Held to import transformers, which replaces itself in sys.modules: a thread that waits for the import of another one
+gets the former module, which has no names."""
 
 
 class _Encoding(Protocol):
@@ -311,7 +315,8 @@ def _mark_spaces(described: dict[str, Any], *, before: bool) -> None:
 
 def _convert_backend(folder: Path, *, is_plain: bool = False, **given: Any) -> _Backend:
     """A checkpoint with a SentencePiece, tiktoken or GGUF file only; `is_plain`: of no model's class."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    with _IMPORT:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     kind = PreTrainedTokenizerFast if is_plain else AutoTokenizer
     try:
@@ -321,6 +326,8 @@ def _convert_backend(folder: Path, *, is_plain: bool = False, **given: Any) -> _
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(f"text: tokenizer {type(loaded).__name__} of {folder} has no fast form")
+    if not backend.encode(_ANCHOR, add_special_tokens=False).ids:  # made of a class alone, without a file
+        raise ConfigError(f"text: no tokenizer in {folder} (it has no tokens), expected a tokenizer.json")
     return cast(_Backend, backend)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,34 @@ def test_the_room_for_kv_is_said_by_part_and_tier(sliding: Path) -> None:
 
 def test_the_model_is_told_as_overrides_make_it(sliding: Path) -> None:
     assert "context 32" in look(sliding, json_model_override_args='{"max_position_embeddings": 32}')["model"].seen
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("model.safetensors", "", "has no weight file"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"lm_head.weight": "a.safetensors"}}',
+            "a.safetensors is missing",
+        ),
+        ("config.json", {"num_hidden_layers": 2}, "tensor 'model.layers.1.input_layernorm.weight' is missing"),
+        ("config.json", {"vocab_size": 77}, "expected [77, "),
+        ("config.json", {"tie_word_embeddings": False}, "tensor 'lm_head.weight' is missing"),
+        ("generation_config.json", "{", "is no JSON"),
+        ("generation_config.json", {"temperature": "hot"}, "temperature: got 'hot'"),
+    ],
+)
+def test_a_checkpoint_that_no_engine_can_load_is_bad(
+    tmp_path: Path, file: str, content: str | dict[str, object], said: str
+) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", layers=1, tied=True) / file
+    if isinstance(content, dict):
+        content = json.dumps({**json.loads(path.read_text() if path.exists() else "{}"), **content})
+    path.write_text(content) if content else path.unlink()
+    found = look(tmp_path)
+    assert found["checkpoint"].grade == "bad"
+    assert said in found["checkpoint"].seen
 
 
 def test_the_signature_of_dummy_weights_is_that_of_an_engine(tmp_path: Path) -> None:

@@ -263,6 +263,38 @@ def test_a_server_that_is_to_end_at_once_leaves_no_directory_behind(toy: Path, t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["unified-0", "unified-1"])
+def test_up_that_is_told_to_end_before_it_listens_ends_its_engines_and_nothing_else_is_said(
+    toy: Path, name: str
+) -> None:
+    """Between two engines it waits; behind the last one it imports what HTTP needs."""
+    code = (
+        "import signal, sys; from serinus.cli import main, up; spawn = up._Group._spawn\n"
+        "async def spawn_and_tell(group, member):\n"
+        "    await spawn(group, member)\n"
+        f"    if member.name == {name!r}: signal.raise_signal(signal.SIGINT)\n"
+        "up._Group._spawn = spawn_and_tell\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    words = ["up", str(toy), *SMALL, "--port", "0", "--prefill", "0", "--decode", "2"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "all engines have stopped" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_an_engine_of_a_front_that_has_removed_its_settings_says_so(tmp_path: Path) -> None:
+    words = ["--config", str(tmp_path / "config.json"), "--endpoint", f"ipc://{tmp_path}/engine"]
+    code = f"import os, sys; from serinus.engine.process import main; main([*{words!r}, '--parent', str(os.getppid())])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        f"engine: no settings at {tmp_path}/config.json, expected them there: the front has ended"
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefill", "first", "shown"),
     [

@@ -97,6 +97,7 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones(broken: 
         ("hidden_size", 0),
         ("hidden_size", "64"),
         ("num_hidden_layers", -2),
+        ("num_hidden_layers", 10**12),
         ("num_attention_heads", 1.5),
         ("num_key_value_heads", 3),
         ("vocab_size", True),

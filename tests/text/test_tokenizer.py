@@ -58,6 +58,23 @@ def test_neither_front_nor_tokenizer_imports_torch(byte_folder: Path) -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
+def test_two_threads_that_are_the_first_to_need_transformers_both_load_a_tokenizer(
+    byte_folder: Path, tmp_path: Path
+) -> None:
+    model = json.loads((byte_folder / "tokenizer.json").read_text())["model"]
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
+    code = (
+        "from concurrent.futures import ThreadPoolExecutor; from serinus.text import load_tokenizer;"
+        f"made = ThreadPoolExecutor(2).map(load_tokenizer, [{str(tmp_path)!r}] * 2);"
+        "print([len(each.encode(' the')) for each in made])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[1, 1]", done.stderr
+
+
 def test_the_start_token_is_added_where_the_settings_say_so(piece_folder: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(piece_folder))
     plain = tokenizer.encode("the", add_special_tokens=False)
@@ -117,8 +134,12 @@ def test_a_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected a tokenizer"):
+@pytest.mark.parametrize("config", ["", '{"model_type": "qwen2"}'])
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path, config: str) -> None:
+    """By its model's class alone transformers makes a tokenizer without tokens."""
+    if config:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match=r"expected a tokenizer\.json"):
         load_tokenizer(str(tmp_path))
 
 
