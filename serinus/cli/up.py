@@ -182,11 +182,8 @@ class _Group:
 
     async def live(self) -> int:
         """Start everything, route, stop everything; the exit code."""
-        told = asyncio.Event()
-        for number in (
-            signal.SIGTERM,
-            signal.SIGINT,
-        ):  # of asyncio.run it would cancel what runs then; until HTTP listens
+        told = asyncio.Event()  # until the server takes signals, asyncio.run would cancel what it finds
+        for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, told.set)
         for member in self._members:
             await self._spawn(member)
@@ -212,17 +209,20 @@ class _Group:
             tls=self._tls,
             keys=app.state.router.keys,
         )
-        if told.is_set():
-            self._server.stop()
-        rising = asyncio.create_task(self._rise())
+        tasks = [asyncio.create_task(self._rise()), asyncio.create_task(self._stop_once(told))]
         settle_heap()
         try:
             await self._server.serve(sockets=[self._sock])
         finally:
             self._ending = True
-            rising.cancel()
+            for task in tasks:
+                task.cancel()
             await self._stop_all()
         return self._code
+
+    async def _stop_once(self, told: asyncio.Event) -> None:
+        await told.wait()
+        self._server.stop()
 
     def _drain(self) -> None:
         self._ending = True
