@@ -343,7 +343,7 @@ class StorageWrites:
         assert pools.host, "cache: storage without a host tier"
         self._pages_max = max(64, pools.host[FULL].ledger.page_count // 8)
         self._pages = 0
-        self._queue: deque[Node] = deque()
+        self._queue: deque[Span] = deque()
         self._by_op: dict[int, tuple[PagePool, Pages, Span]] = {}
         self.tokens = 0
         """Counter: tokens written to the storage."""
@@ -353,35 +353,38 @@ class StorageWrites:
 
     @property
     def in_flight(self) -> int:
-        """Writes that are not answered, and nodes whose writes have not begun."""
+        """Writes that are not answered, and spans whose writes have not begun."""
         return len(self._by_op) + len(self._queue)
 
     def saved(self, nodes: list[Node]) -> None:
         """Queue nodes that were copied to the host."""
-        self._queue.extend(nodes)
+        self._queue.extend(Span(node, node.start) for node in nodes)
 
     def drain(self) -> None:
         """Begin writes, as far as the budget allows; nodes that were removed meanwhile are not written."""
         while self._queue and self._pages < self._pages_max:
-            node = self._queue.popleft()
-            if not node.alive:
-                continue
-            keys = self._pools.keys.of(node)
-            named = [keys[at : at + HASH_BYTES] for at in range(0, len(keys), HASH_BYTES)]
-            names = self._pools.keys
-            origin = PageOrigin(
-                before=names.before(node), start=node.start, tokens=node.token_ids(), chain=names.chain_before(node)
-            )
-            for pool in self._pools.host.values():
-                pages = pool.of(node)
-                if len(pages):
-                    op = self._table.take_op()
-                    pool.ledger.hold(HOLD, pages)
-                    span = Span(node, node.start)
-                    self._pools.tree.set_storing(span, 1)
-                    self._pages += len(pages)
-                    self._by_op[op] = (pool, pages, span)
-                    self._storage.write(op, pool.part, named, pages, origin)
+            for node in reversed(self._queue.popleft().nodes()):
+                if node.alive:
+                    self._begin(node)
+
+    def _begin(self, node: Node) -> None:
+        """Write what the host has of a node."""
+        names = self._pools.keys
+        keys = names.of(node)
+        named = [keys[at : at + HASH_BYTES] for at in range(0, len(keys), HASH_BYTES)]
+        origin = PageOrigin(
+            before=names.before(node), start=node.start, tokens=node.token_ids(), chain=names.chain_before(node)
+        )
+        for pool in self._pools.host.values():
+            pages = pool.of(node)
+            if len(pages):
+                op = self._table.take_op()
+                pool.ledger.hold(HOLD, pages)
+                span = Span(node, node.start)
+                self._pools.tree.set_storing(span, 1)
+                self._pages += len(pages)
+                self._by_op[op] = (pool, pages, span)
+                self._storage.write(op, pool.part, named, pages, origin)
 
     def done(self, done: StorageDone) -> bool:
         """A write was answered; False if it is not one of these writes."""

@@ -92,8 +92,9 @@ class PageQuarantine:
 
     def cut_keys(self, keys: Set[bytes]) -> int:
         """Pages of these keys are wrong, or were computed from wrong ones, wherever their KV lies: their nodes leave
-        the tree with all that is below, and leases on them are reported. Returns the tokens that are not found any
-        more.
+        the tree with all that is below, and leases on them are reported. Of what is below, other engines may not have
+        known when they removed these pages: it is removed from the storage too. Returns the tokens that are not found
+        any more.
 
         Cost: a look at the keys of every node that has some.
         """
@@ -108,6 +109,7 @@ class PageQuarantine:
                 continue
             if bad:
                 self._pools.split(node, node.start + bad // HASH_BYTES * size)
+            self.keys |= self.copies.unsound_keys(node, None) - keys
             tokens += sum(each.end - each.start for each in self.cut(node, tell=True))
         self.release()
         return tokens

@@ -18,10 +18,10 @@ from serinus.cache.publish import Publisher
 from serinus.cache.quarantine import PageQuarantine
 from serinus.core.errors import SerinusError
 from serinus.core.parts import Part
-from tests.cache.shop import Guest, Shop, span
+from tests.cache.shop import SIZE, Guest, Shop, span
 
 PROMPTS = [span(0, 24), np.concatenate((span(0, 12), span(50, 62))), span(100, 120)]
-NAMES = PageKeys("", 4)
+NAMES = PageKeys("", SIZE)
 _STATE = 7
 
 
@@ -72,6 +72,21 @@ class Storm:
                 self.store()
                 key = NAMES.chain(NAMES.seed(b""), gone.prefix)[-HASH_BYTES:]
                 assert (Part.FULL, key) not in self.shop.storage.stored, "what was condemned is stored still"
+
+    def recall(self) -> None:
+        """Another engine removed a page that is known here; it knew of nothing behind it."""
+        prompt, storage = self.rng.choice(PROMPTS), self.shop.storage
+        first, end = self.rng.randrange(len(prompt) // SIZE), self.shop.cache.probe("", prompt).total // SIZE
+        keys = NAMES.chain(NAMES.seed(b""), prompt.tobytes())
+        behind = [(Part.FULL, keys[at * HASH_BYTES : (at + 1) * HASH_BYTES]) for at in range(first, end)]
+        if behind and behind[0] in storage.stored:
+            storage.stored.discard(behind[0])
+            storage.recalls.append(behind[0][1])
+            self.shop.cache.poll()
+            assert self.shop.lengths(prompt)[1] == first * SIZE, "what was recalled is found"
+            self.store()
+            self.store()
+            assert storage.stored.isdisjoint(behind), "what continues a recalled page is stored still"
 
     def checked(self, page: int) -> CheckedCopies:
         """Of what the host has of a page and of all behind it, some is sound; those pages hold what they did."""
@@ -134,7 +149,7 @@ class Storm:
 
 RULES: tuple[tuple[int, Callable[[Storm], None]], ...] = (
     (5, Storm.seat), (5, Storm.publish), (3, Storm.leave), (3, Storm.condemn), (3, Storm.move), (3, Storm.store),
-    (1, Storm.evict), (1, Storm.prefetch),
+    (1, Storm.evict), (1, Storm.prefetch), (1, Storm.recall),
 )  # fmt: skip
 
 
@@ -160,11 +175,19 @@ def _take_all(self: HostCopies, top: Any, checked: Any) -> list[Any]:
     return _TAKE(self, top, {node: {FULL: len(node.host[FULL])} for node in checked or ()})
 
 
+def _cut_alone(self: PageQuarantine, keys: Any) -> int:
+    known = set(self.keys)
+    tokens = _CUT_KEYS(self, keys)
+    self.keys &= known
+    return tokens
+
+
 def _keep_wrong(self: HostCopies, pool: Any, node: Any, found: Any) -> Any:
     return self._pools.unlink(pool, node)
 
 
 _TAKE = HostCopies.take
+_CUT_KEYS = PageQuarantine.cut_keys
 
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "condemned pages are not cut from the tree": (PageQuarantine, "_condemn_below", _no_cut),
@@ -175,6 +198,7 @@ MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "nothing is removed from the storage": (PageQuarantine, "_condemn_below", lambda self, top, gone, checked: (
         gone.setdefault(Part.FULL, []).append(top.device[FULL]), self.cut(top, tell=False))[1]),
     "a request with a lease on it publishes behind it": (PageQuarantine, "_mark_users", lambda self, top, tell: None),
+    "what continues a recalled page is trusted": (PageQuarantine, "cut_keys", _cut_alone),
     "a copy that was found wrong is kept": (HostCopies, "_part_of", _keep_wrong),
     "copies are kept behind a wrong one": (HostCopies, "take", _take_all),
     "files behind a wrong copy are trusted": (HostCopies, "unsound_keys", lambda self, top, checked: set()),

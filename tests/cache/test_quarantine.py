@@ -175,9 +175,9 @@ def test_quarantine_is_bounded_the_first_pages_of_it_go_back_to_work() -> None:
     shop.check()
 
 
-def stored_keys(shop: Shop) -> list[bytes]:
+def keys_of(tokens: np.ndarray) -> list[bytes]:
     names = PageKeys("", SIZE)
-    chained = names.chain(names.seed(b""), span(0, 16).tobytes())
+    chained = names.chain(names.seed(b""), tokens.tobytes())
     return [chained[at : at + 16] for at in range(0, len(chained), 16)]
 
 
@@ -195,7 +195,7 @@ def stored_shop() -> tuple[Shop, np.ndarray]:
 
 def test_what_was_condemned_is_removed_from_the_storage_and_read_again_only_when_it_is_gone() -> None:
     shop, pages = stored_shop()
-    keys = stored_keys(shop)
+    keys = keys_of(span(0, 16))
     assert shop.cache.condemn(Part.FULL, pages[2:3])
     assert shop.cache.poll().in_flight == 1
     assert shop.storage.asked == [("remove", shop.storage.asked[0][1], (), sorted(keys[2:]))]
@@ -245,7 +245,7 @@ def test_a_removal_that_failed_leaves_its_pages_unread() -> None:
 
 def test_what_was_read_before_its_page_was_condemned_becomes_no_node() -> None:
     shop, _ = stored_shop()
-    keys = stored_keys(shop)
+    keys = keys_of(span(0, 16))
     shop.cache.evict(99)
     shop.cache.evict(99, Tier.HOST)
     assert shop.cache.prefetch("b", "", span(0, 20))
@@ -259,9 +259,9 @@ def test_what_was_read_before_its_page_was_condemned_becomes_no_node() -> None:
     shop.check()
 
 
-def test_what_another_engine_removed_is_cut_here_and_requests_on_it_are_told() -> None:
+def test_what_another_engine_removed_is_cut_here_what_was_made_of_it_goes_too_and_requests_on_it_are_told() -> None:
     shop, pages = stored_shop()
-    keys = stored_keys(shop)
+    keys = keys_of(span(0, 20))
     above = shop.seat("above", span(0, 10))
     below = shop.seat("below", span(0, 20))
     assert (above.lease.end, below.lease.end) == (8, 16)
@@ -270,7 +270,7 @@ def test_what_another_engine_removed_is_cut_here_and_requests_on_it_are_told() -
     assert shop.cache.poll().failed_loads == (below.lease,)
     assert below.lease.sound_end == 8
     assert shop.lengths(span(0, 20)) == (8, 8)
-    assert not [entry for entry in shop.storage.asked if entry[0] == "remove"], "they are removed already"
+    assert [entry[3] for entry in shop.storage.asked] == [keys[4:]], "the others are removed already"
     shop.check(above, below)
     shop.leave(above)
     shop.leave(below)

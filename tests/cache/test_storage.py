@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from serinus.cache import AllBlocksCleared, BlockRemoved, BlockStored, PrefetchState, Tier
@@ -31,6 +32,27 @@ def test_what_the_host_has_got_is_stored_and_held_until_the_writer_is_done() -> 
     assert shop.storage.answer("write") == 1
     assert shop.cache.poll().in_flight == 0
     assert shop.cache.evict(99, Tier.HOST) == 4
+    shop.check()
+
+
+def test_a_node_that_is_split_before_its_write_begins_is_stored_whole() -> None:
+    shop = Shop(full=257, host=257, storage=True)
+    shop.serve("more than is written at once", span(1000, 1256))
+    shop.serve("a", span(0, 32))
+    shop.settle()
+    assert len(shop.storage.asked) == 1, "nothing waits"
+    shop.serve("b", np.concatenate((span(0, 16), span(500, 516))))
+    shop.settle()
+    while shop.storage.answer("write"):
+        shop.cache.poll()
+    assert shop.cache.stats().stored_tokens == 256 + 32 + 16
+    shop.cache.reset()
+    assert shop.cache.prefetch("c", "", span(0, 32))
+    shop.storage.answer("query")
+    shop.cache.poll()
+    shop.storage.answer("read")
+    shop.cache.poll()
+    assert shop.lengths(span(0, 32)) == (0, 32)
     shop.check()
 
 

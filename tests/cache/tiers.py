@@ -8,7 +8,7 @@ from serinus.core.moves import MoveKind
 from serinus.core.parts import Part
 from serinus.testing.fake_mover import POISON
 from tests.cache.base import DEVICE_LOSSES, HOST_GAINS, HOST_LOSSES, Req
-from tests.cache.model import DEVICE_FULL, HOST_FULL, POOLS, Prefix, words
+from tests.cache.model import DEVICE_FULL, HOST_FULL, POOLS, Prefix, page_content, words
 from tests.cache.world import World
 
 STEPS_MAX = 400
@@ -124,9 +124,10 @@ class TieredWorld(World):
             copies = self.ledger(pool).counts().copy
             assert not copies, f"C1 {copies} pages of {pool} are in copies, and there are none"
         self.check_written_through()
+        self.check_all_stored()
 
     def check_written_through(self) -> None:
-        """Under write_through, while the host never ran low, all that is published has its copy, and is stored."""
+        """Under write_through, while the host never ran low, all that is published has its copy."""
         room = max(self.shape.pages(pool) for pool in self.shape.pools if pool[0] == "device")
         if self.shape.write_policy != "write_through" or not self.shape.tiered or self.failures:
             return
@@ -135,6 +136,19 @@ class TieredWorld(World):
         for part in self.shape.parts:
             lacking = self.seen.where["device", part].keys() - self.seen.where["host", part].keys()
             assert not lacking, f"write_through: idle, no host copy of {words(lacking)} in {part.name}"
+
+    def check_all_stored(self) -> None:
+        """Where nothing failed, the storage has all that the host has."""
+        if self.storage is None or self.failures:
+            return
+        stored = {(part, content.tobytes()) for (_, part), content in self.stored.items()}
+        for part in self.shape.parts:
+            copies = {
+                page_content(self.engine, part, each, self.size).tobytes(): each
+                for each in self.seen.where["host", part]
+            }
+            lacking = [prefix for content, prefix in copies.items() if (part, content) not in stored]
+            assert not lacking, f"idle, and the storage has nothing of {words(lacking)} in {part.name}"
 
     # Storage
 

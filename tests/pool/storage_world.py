@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from random import Random
 
@@ -71,9 +71,17 @@ class World:
         index, part, engine = self.rng.randrange(self.size), self.rng.choice((FULL, SWA)), self.rng.choice(self.engines)
         before = UNKNOWN if self.rng.random() < self.unknown else key_of(1000 + (index - 1) // 2)
         place, stored = (part, key_of(1000 + index)), self.stored()
+        known = {each for each in stored if engine._name(*each) in engine._index}
         engine.save(*place, DATA, before)
-        if place in self.stored().keys() - stored.keys():
+        left = self.stored().keys()
+        self.check_room({key for _, key in stored.keys() - left}, left & known)
+        if place in left - stored.keys():
             self.before.setdefault(place, []).append(before)
+
+    def check_room(self, gone: set[bytes], left: Set[tuple[Part, bytes]]) -> None:
+        """For room no page went that is continued by one that was known and stays, as all its writers said."""
+        needed = {self.before[place][0] for place in left if len(set(self.before[place])) == 1}
+        assert gone.isdisjoint(needed), f"{gone} went for room, and what continues it stayed"
 
     def use(self) -> None:
         key, part, engine = self.key(), self.rng.choice((FULL, SWA)), self.rng.choice(self.engines)
@@ -138,6 +146,9 @@ class World:
                 known = [name for row in engine._after.values() for name in row]
                 assert sorted(known) == sorted([*engine._index, *engine._gone])
                 assert engine._gone.keys() <= engine._after.keys(), "gone, and continued by none"
+                free = {name for name in engine._index if not engine._is_continued(name)}
+                assert engine._uses._entries.keys() >= free, "it never goes for room"
+                assert engine._uses._used.keys() == engine._index.keys()
         for engine in self.engines:
             engine.close()
         return self.removals

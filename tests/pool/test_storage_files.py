@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from serinus.core.errors import ConfigError
 from serinus.pool import HostPool
 from serinus.pool.storage import Disk, FileStorage, ShelfCounts
 from serinus.pool.storage.file import HEADER_BYTES
+from tests.pool.storage_world import DATA, SIZE, files_on, sim_disk, sim_folders
 from tests.pool.storing import (
     FILE_BYTES,
     FULL,
@@ -200,6 +202,26 @@ def test_the_longest_unused_pages_go_first_also_after_a_restart(tmp_path: Path, 
     third.close()
 
 
+@pytest.mark.parametrize("restarts", [False, True], ids=["at once", "after a restart"])
+def test_what_many_prompts_share_goes_for_room_after_all_that_continues_it(restarts: bool) -> None:
+    folders = sim_folders()
+    shelf = files_on("/d0", sim_disk(folders), byte_max=8 * SIZE)
+    shared, users = KEYS[:3], [key_of(20 + i) for i in range(10)]
+    for before, key in pairwise([bytes(16), *shared]):
+        shelf.save(FULL, key, DATA, before)
+    for user in users:
+        if restarts:
+            shelf.close()
+            shelf = files_on("/d0", sim_disk(folders), byte_max=8 * SIZE)
+        shelf.save(FULL, user, DATA, shared[-1])
+    found = {key for key in (*shared, *users) if str(shelf.path_of(FULL, key)) in folders.files}
+    assert found >= {*shared, users[-1]}
+    assert len(found) == 8
+    if not restarts:
+        assert found == {*shared, *users[-5:]}, "the longest unused first"
+    shelf.close()
+
+
 def test_a_full_disk_costs_a_warning_and_the_engine_goes_on(
     tmp_path: Path, host: HostPool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -310,12 +332,13 @@ def test_folders_that_cannot_be_used_are_a_wrong_setting(tmp_path: Path, host: H
     storage.write(1, FULL, KEYS[:2], pages(1, 2))
     storage.wait()
     storage.close()
-    page = next(stuck.glob("??/*.page"))
-    page.unlink()
-    (page / "in").mkdir(parents=True)
-    os.utime(page, (1000, 1000))
-    with pytest.raises(ConfigError, match=r"stuck' cannot be used .*directory"):  # the oldest page cannot be removed
-        storage_of(stuck, host, byte_max=FILE_BYTES)
+
+    class Stuck(Disk):
+        def remove(self, path: str) -> None:
+            raise PermissionError(errno.EPERM, "not to be removed", path)
+
+    with pytest.raises(ConfigError, match=r"stuck' cannot be used .*not to be removed"):
+        storage_of(stuck, host, byte_max=FILE_BYTES, disk=Stuck())
     with pytest.raises(ConfigError, match=f"storage of 5 bytes, expected at least {FILE_BYTES}"):
         storage_of(tmp_path, host, byte_max=5)
 

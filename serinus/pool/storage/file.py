@@ -11,9 +11,10 @@ log. Nothing is flushed to the disk: after a power cut a page may be torn, and t
     FOLDER/.removed/                  which pages were removed lately; see removals.py
     FOLDER/.secret                    names are digests of page keys under this: they tell no prompt
 
-The index of names is in memory, oldest use first; it is made from a scan at start and again now and then, so that
-several processes keep one size bound between them. A page's time of last use is its file's mtime, to the hour: it
-tells little of when a prompt was asked. Pages used in one hour by other processes count as equally old.
+The index of names is in memory; it is made from a scan at start and again now and then, so that several processes keep
+one size bound between them. What goes for room is the longest unused of the pages that no other one continues: without
+a page, those that continue it are of no use. A page's time of last use is its file's mtime, to the hour: it tells
+little of when a prompt was asked. Pages used in one hour by other processes count as equally old.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from __future__ import annotations
 import re
 import struct
 import threading
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,6 +43,7 @@ from serinus.pool.storage.disk import BLOCK_BYTES, WRITERS, Disk, FileSystem, th
 from serinus.pool.storage.io import QueuedStorage, RareWarning, ShelfCounts
 from serinus.pool.storage.listings import Listings
 from serinus.pool.storage.removals import Notices
+from serinus.pool.storage.uses import Uses
 from serinus.pool.workers import Workers
 
 _log = get_logger("pool.storage")
@@ -89,7 +90,8 @@ class PageFiles:
             folder: made where it is not there.
             namespace: what shapes the bytes; pages of another one are never believed.
             page_bytes: of each part.
-            byte_max: bytes of all files together; the longest unused go first. None = no bound.
+            byte_max: bytes of all files together; the longest unused go first, but what is continued after what
+                continues it. None = no bound.
             clock: spaces warnings.
             disk: where the folder is; None = the operating system's.
         Raises:
@@ -107,7 +109,8 @@ class PageFiles:
         self._parts, self._clock = tuple(page_bytes), clock
         self._bad_warning = RareWarning(clock)
         self._lock, self._removing = threading.Lock(), threading.Lock()
-        self._index: OrderedDict[str, _File] = OrderedDict()
+        self._index: dict[str, _File] = {}
+        self._uses = Uses()
         self._after: dict[str | None, dict[str, None]] = {}
         """Names of the index, in order, by what it knows of the page before them; and digests of pages in `_gone`."""
         self._gone: dict[str, str] = {}
@@ -297,9 +300,7 @@ class PageFiles:
 
     def counts(self) -> ShelfCounts:
         with self._lock:
-            return ShelfCounts(
-                pages=len(self._index), byte_count=self._bytes, removed=self._removed, bad=self._bad
-            )  # fmt: skip
+            return ShelfCounts(pages=len(self._index), byte_count=self._bytes, removed=self._removed, bad=self._bad)
 
     def close(self) -> None:
         """Give the lock back: temporary files of this process are leftovers from now on."""
@@ -329,7 +330,7 @@ class PageFiles:
             file = self._index.setdefault(name, _File(0))
             self._bytes += size - file.size
             file.size = size
-            self._index.move_to_end(name)
+            self._uses.note(name)
             self._continues(name, before or file.before)
 
     def _continues(self, name: str, before: str | None) -> None:
@@ -345,8 +346,11 @@ class PageFiles:
         held."""
         row = self._after.get(before, {})
         row.pop(name, None)
-        while not row and self._after.pop(before, None) is not None and before in self._gone:
-            assert before is not None, "pool: a page before that is not known is gone, expected a known one"
+        while before and not row and self._after.pop(before, None) is not None:
+            if before not in self._gone:
+                for part in self._parts:
+                    self._uses.may_go(_file_name(before, part))
+                return
             name, before = before, self._gone.pop(before)
             row = self._after[before]
             del row[name]
@@ -357,6 +361,7 @@ class PageFiles:
         if file is None:
             return False
         self._bytes -= file.size
+        self._uses.forget(name)
         if file.before and digest in self._after and digest not in self._gone:
             self._gone[digest] = file.before
             self._after[file.before][digest] = None
@@ -395,7 +400,8 @@ class PageFiles:
         self._bad_warning.say(f"pool: storage file {name} counts as missing: {why}")
 
     def _keep_bound(self, size: int) -> None:
-        """Remove the longest unused files until `size` more bytes fit."""
+        """Remove the longest unused files that no other one continues until `size` more bytes fit. Cost: beside what is
+        removed, a read of the header of each file of which it is not known what it continues, once."""
         if self._byte_max is None:
             return
         with self._lock:
@@ -404,29 +410,36 @@ class PageFiles:
                 self._written = 0
         if again:
             self._scan()
+        if self._bytes + size > self._byte_max:
+            with self._removing, suppress(OSError):  # of what cannot be read it is as if it continued nothing
+                self._look_up()
         while True:
             with self._lock:
                 if self._bytes + size <= self._byte_max or not self._index:
                     return
-                name = next(iter(self._index))
+                name = self._uses.longest_unused(self._is_continued)
+                if name is None:  # by damaged headers they continue each other in a circle
+                    name = next(iter(self._index))
                 self._take_out(name)
                 self._removed += 1
             self._delete(name)
+
+    def _is_continued(self, name: str) -> bool:
+        return _digest_in(name) in self._after
 
     def _scan(self) -> None:
         """Make the index from the folder. Of files used in the same hour, those that this process used last come last,
         in its order."""
         found = [entry for entry in self._disk.entries(self._folder) if _PAGE.fullmatch(entry.name)]
         with self._lock:
-            place = {name: at for at, name in enumerate(self._index, 1)}
-            found.sort(key=lambda entry: (entry.used_ns, place.get(entry.name, 0), entry.name))
-            for name in place.keys() - {entry.name for entry in found}:
+            found.sort(key=lambda entry: (entry.used_ns, self._uses.place(entry.name), entry.name))
+            for name in self._index.keys() - {entry.name for entry in found}:
                 self._take_out(name)
-            known, self._index = self._index, OrderedDict()
             for entry in found:
-                file = self._index[entry.name] = known.get(entry.name, _File(0))
+                file = self._index.setdefault(entry.name, _File(0))
                 file.size = entry.byte_count
                 self._continues(entry.name, file.before)
+            self._uses.reset(entry.name for entry in found)
             self._bytes = sum(file.size for file in self._index.values())
             self._listings.clear()  # of what was noted since the scan began
 
