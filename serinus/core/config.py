@@ -126,6 +126,11 @@ class ServeConfig(EngineConfig):
                 f"config: --disaggregation-transfer-backend is 'cuda_ipc' with {self.parallel.nnodes} hosts, expected"
                 f" one host, or auto or tcp"
             )
+        if self.sched.disable_radix_cache and self.cache.enable_hierarchical_cache:
+            raise ConfigError(
+                "config: --enable-hierarchical-cache is set with --disable-radix-cache, expected one of them: tiers"
+                " keep the prefixes that requests share"
+            )
 
     @property
     def role(self) -> str:

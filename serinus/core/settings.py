@@ -197,7 +197,8 @@ class ScheduleSettings:
             )
 
 
-_NEEDS_TIERS = "hicache_"
+_OF_TIERS = ("hicache_",)
+_OF_STORAGE = ("hicache_storage_", "hicache_prefetch_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,22 +239,22 @@ class CacheSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.enable_hierarchical_cache:
-            self._check_storage()
-            return
-        for item in settings_of(type(self)):
-            value = getattr(self, item.name)
-            if item.name.startswith(_NEEDS_TIERS) and value != item.default:
-                raise ConfigError(
-                    f"config: {item.flag} is {value!r} without --enable-hierarchical-cache, expected both or neither"
-                )
-
-    def _check_storage(self) -> None:
+        if not self.enable_hierarchical_cache:
+            self._refuse(_OF_TIERS, "--enable-hierarchical-cache")
         if (self.hicache_storage_backend == "file") != bool(self.hicache_storage_dir):
             raise ConfigError(
                 f"config: --hicache-storage-backend is {self.hicache_storage_backend!r} and --hicache-storage-dir"
                 f" {self.hicache_storage_dir!r}, expected 'file' and a folder, or neither flag"
             )
+        if not self.hicache_storage_dir:
+            self._refuse(_OF_STORAGE, "--hicache-storage-backend")
+
+    def _refuse(self, names: tuple[str, ...], without: str) -> None:
+        """Settings whose names begin so have their defaults, as nothing obeys them without that flag."""
+        for item in settings_of(type(self)):
+            value = getattr(self, item.name)
+            if item.name.startswith(names) and value != item.default:
+                raise ConfigError(f"config: {item.flag} is {value!r} without {without}, expected both or neither")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

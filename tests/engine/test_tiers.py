@@ -232,6 +232,20 @@ def test_settings_of_tiers_without_tiers_are_refused() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"disable_radix_cache": True}, "--enable-hierarchical-cache is set with --disable-radix-cache"),
+        ({"hicache_storage_size": 5.0}, "--hicache-storage-size is 5.0 without --hicache-storage-backend"),
+        ({"hicache_prefetch_s_max": 3.0}, "--hicache-prefetch-timeout is 3.0 without --hicache-storage-backend"),
+        ({"hicache_storage_prefetch_policy": "best_effort"}, "--hicache-storage-prefetch-policy is 'best_effort'"),
+    ],
+)
+def test_settings_of_tiers_that_nothing_could_obey_are_refused_by_name(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        from_names(ServeConfig, {"model_path": "m", "enable_hierarchical_cache": True, **settings})
+
+
 def test_an_engine_whose_copies_broke_is_closed_to_its_end(
     toys: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
