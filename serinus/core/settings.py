@@ -199,6 +199,8 @@ class ScheduleSettings:
 
 _OF_TIERS = ("hicache_",)
 _OF_STORAGE = ("hicache_storage_", "hicache_prefetch_")
+_SIZE_MAX = 1_000_000_000
+"""Of tiers, in GB or as a multiple: more than any machine has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,8 +210,10 @@ class CacheSettings:
     enable_hierarchical_cache: bool = setting(
         False, "keep KV that leaves the device in host memory (and in storage)", "--enable-hicache"
     )
-    hicache_ratio: float = setting(2.0, "host tier: its size, as a multiple of the device's", low=0.1)
-    hicache_size: float = setting(0.0, "host tier: its size in GB, of each rank; 0 = by --hicache-ratio", low=0)
+    hicache_ratio: float = setting(2.0, "host tier: its size, as a multiple of the device's", low=0.1, high=_SIZE_MAX)
+    hicache_size: float = setting(
+        0.0, "host tier: its size in GB, of each rank; 0 = by --hicache-ratio", low=0, high=_SIZE_MAX
+    )
     hicache_write_policy: str = setting(
         "write_through",
         "when KV goes to the host: at once, at its second use, or only when it must leave the device",
@@ -220,7 +224,7 @@ class CacheSettings:
     )
     hicache_storage_dir: str = setting("", "folder of the storage backend `file`", metavar="DIR")
     hicache_storage_size: float = setting(
-        0.0, "storage: GB at most, of all ranks together, the oldest go first; 0 = no bound", low=0
+        0.0, "storage: GB at most, of all ranks together, the oldest go first; 0 = no bound", low=0, high=_SIZE_MAX
     )
     hicache_storage_prefetch_policy: str = setting(
         "timeout",
