@@ -39,7 +39,15 @@ from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
 from serinus.pool.host import HostPool
-from serinus.pool.storage.disk import BLOCK_BYTES, WRITERS, Disk, FileSystem, this_hour, write_and_rename
+from serinus.pool.storage.disk import (
+    BLOCK_BYTES,
+    WRITERS,
+    Disk,
+    FileSystem,
+    remove_leftovers,
+    this_hour,
+    write_and_rename,
+)
 from serinus.pool.storage.io import QueuedStorage, RareWarning, ShelfCounts
 from serinus.pool.storage.listings import Listings
 from serinus.pool.storage.removals import Notices
@@ -120,7 +128,7 @@ class PageFiles:
             self._nothing = ("", self._digest(_UNKNOWN))
             self._notices = Notices(self._disk, self._folder, self._writer, self._secret, clock)
             self._scan()
-            self._remove_leftovers()
+            remove_leftovers(self._disk, self._folder, self._writer, _TEMP)
             self._keep_bound(0)
         except OSError as error:
             raise ConfigError(
@@ -148,6 +156,7 @@ class PageFiles:
             wrong = self._disk.read(path, header, into)
         except FileNotFoundError:
             self._forget(name)
+            self._look_again(name)
             return False
         before: bytes = _HEADER.unpack_from(header)[_BEFORE]
         wrong = wrong or self._differs(header, self._header(part, key, into, before))
@@ -177,7 +186,13 @@ class PageFiles:
             self._temps += 1
             temp = f".{name.removesuffix('.page')}.{self._writer}-{self._temps}.tmp"
         header, hour = self._header(part, key, data, before), this_hour(self._clock)
-        write_and_rename(self._disk, self._path(temp), self._path(name), header, data, hour)
+        try:
+            write_and_rename(self._disk, self._path(temp), self._path(name), header, data, hour)
+        except FileNotFoundError:
+            if not self._look_again(name):
+                raise
+            self.save(part, key, data, before)
+            return
         self._note(name, size, self._digest(before))
         with self._lock:
             self._written += size
@@ -369,6 +384,20 @@ class PageFiles:
             if self._take_out(name):
                 self._list_again(name)
 
+    def _look_again(self, name: str) -> bool:
+        """A file was not there. Where the folder was deleted it is made again, with its secret unless another process
+        was there first; where its folder `ab/` was, what is there now is learned. Whether the whole folder was. Raises
+        OSError."""
+        with self._removing:
+            was_open = self._disk.is_open(self._folder, self._writer)
+            if not was_open:
+                _log.warning("pool: storage folder %s was deleted, and is made again", self._folder)
+                self._secret = self._disk.open_folder(self._folder, self._writer, self._secret)
+                self._notices.secret, self._nothing = self._secret, ("", self._digest(_UNKNOWN))
+            if not was_open or not self._disk.changed_ns(self._folder_of(name)):
+                self._scan()
+        return not was_open
+
     def _delete(self, name: str) -> bool:
         """Forget and remove a file; whether it was there. Raises OSError: it may be there still."""
         with self._lock:
@@ -429,26 +458,6 @@ class PageFiles:
                 self._continues(entry.name, file.before)
             self._bytes = sum(file.size for file in self._index.values())
             self._listings.clear()  # of what was noted since the scan began
-
-    def _remove_leftovers(self) -> None:
-        """Temporary files of writers that are dead, and their locks."""
-        alive: dict[str, bool] = {self._writer: True}
-        count = 0
-        for entry in self._disk.entries(self._folder):
-            match = _TEMP.fullmatch(entry.name)
-            if match is None:
-                continue
-            writer = match[1]
-            if writer not in alive:  # its lock is older than its files: this order cannot take a living one for dead
-                alive[writer] = self._disk.is_writing(self._folder, writer)
-            if not alive[writer]:
-                with suppress(OSError):
-                    self._disk.remove(entry.path)
-                    count += 1
-        for writer in self._disk.writers(self._folder):
-            self._disk.is_writing(self._folder, writer)
-        if count:
-            _log.info("pool: removed %d unfinished files of dead writers from %s", count, self._folder)
 
 
 class FileStorage(QueuedStorage):
