@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serinus.cache.coverage import cover
 from serinus.cache.effects import Descent
-from serinus.cache.node import Lease, Node
+from serinus.cache.node import Lease, Node, Span
 from serinus.cache.page_pools import PagePools
 from serinus.cache.results import LoadPlan, Match
 from serinus.cache.tiers import TierController
@@ -26,10 +26,6 @@ class Matcher:
         path = found.path
         if found.partial is not None and found.end in (usable.device, usable.total):
             path.append(self._pools.split(found.partial, found.end).upper)
-        for node in path:
-            node.uses += 1
-        if self._pools.host:
-            self._tiers.backups.used(path)
         nodes = path if usable.device == found.end else [node for node in path if node.end <= usable.device]
         lease = self.lease(nodes[-1] if nodes else root, priority)
         spans = self._pools.read(nodes, 0, usable.device)
@@ -40,7 +36,18 @@ class Matcher:
         return Match(lease, usable.device, spans, load)
 
     def lease(self, anchor: Node, priority: int) -> Lease:
-        """A hit that ends with `anchor`."""
+        """One that ends with `anchor`, which is touched."""
         lease = self._tree.lease(anchor, priority)
-        self._tree.touch(anchor, hit=True, priority=priority)
+        self._tree.touch(anchor, priority=priority)
         return lease
+
+    def used(self, lease: Lease) -> None:
+        """A request was placed on what the lease covers: one hit, and one more use of each of its nodes."""
+        lease.anchor.hit_count += 1
+        if self._pools.plain:
+            return
+        path = Span(lease.anchor, 0).nodes()[::-1]
+        for node in path:
+            node.uses += 1
+        if self._pools.host:
+            self._tiers.backups.used(path)

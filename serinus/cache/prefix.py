@@ -162,7 +162,8 @@ class PrefixCache:
     def match_prefix(self, ns: str, tokens: NDArray[np.int32], max_len: int, *, priority: int = 0) -> Match:
         """Find and pin the longest prefix of `tokens` that is usable on the device, and what the host could add to it.
 
-        At most `max_len` tokens, whole pages only: a caller that must compute something passes len(tokens) - 1.
+        At most `max_len` tokens, whole pages only: a caller that must compute something passes len(tokens) - 1. It
+        counts as no hit before `used`.
         Splits nodes only at the boundaries that it returns. Cost: one look-up and one memcmp per node of the path.
         """
         self._check_committed()
@@ -170,19 +171,23 @@ class PrefixCache:
         limit -= limit % self.page_size
         root = self.tree.root(ns)
         found = self.tree.descend(root, token_bytes(tokens[:limit]) if self.enable_prefix else b"", 0)
-        counters = self._counters
         if not self.pools.plain:
-            match = self._matcher.match(root, found, priority)
-            counters.hit_tokens += match.length
-            return match
+            return self._matcher.match(root, found, priority)
         anchor = found.node
         if found.partial is not None:
             anchor = self.pools.split(found.partial, found.end).upper
             found.path.append(anchor)
-        counters.hit_tokens += found.end
         pages = np.concatenate([node.device[FULL] for node in found.path]) if found.path else NO_PAGES
         lease = self._matcher.lease(anchor, priority)
         return Match(lease, found.end, (PageSpan(self.pools.full.part, 0, pages),))
+
+    def used(self, lease: Lease, hit_tokens: int) -> None:
+        """The request of a match was placed on it, once: what eviction and write policies rank by counts it, and
+        `hit_tokens` were on the device. A match that is given back (`release`) counts for nothing."""
+        self._check_committed()
+        _check_live(lease)
+        self._counters.hit_tokens += hit_tokens
+        self._matcher.used(lease)
 
     def load_back(self, rid: str, lease: Lease, load: LoadPlan) -> Loaded | None:
         """Load what the match found on the host, all or nothing; the lease grows to `load.end`.
@@ -293,7 +298,7 @@ class PrefixCache:
             raise InvariantError(f"cache: L5 {lease} is released again, expected once")
         if lease.plan is not None:
             self.tiers.loads.drop_plan(lease)
-        self.tree.touch(lease.anchor, hit=False, priority=lease.priority)
+        self.tree.touch(lease.anchor, priority=lease.priority)
         if lease.windows:
             self._windows.release(lease)
         self.tree.end_lease(lease)

@@ -141,7 +141,7 @@ class Publisher:
         lease.anchor = anchor
         lacks = self._windows.pin(lease, old.end)
         self._tree.unpin(old)
-        self._tree.touch(anchor, hit=False, priority=lease.priority)
+        self._tree.touch(anchor, priority=lease.priority)
         self.duplicate_pages += sum(map(len, merges[0].duplicates))
         return Insertion(lease.rid, (low + count) * size, merges, lease), lacks
 

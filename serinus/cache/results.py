@@ -339,7 +339,7 @@ class CacheStats:
     held_pages: int
     """Pages with at least one named hold, whatever their state."""
     hit_tokens: int
-    """Counter: tokens that `match_prefix` found on the device."""
+    """Counter: tokens that placed requests found on the device."""
     duplicate_pages: int
     """Counter: FULL pages freed because the tree already held their content."""
     evicted_pages: int

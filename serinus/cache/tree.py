@@ -261,12 +261,10 @@ class RadixTree:
             if not node.busy:
                 self.requeue(node)
 
-    def touch(self, node: Node, *, hit: bool, priority: int = 0) -> None:
+    def touch(self, node: Node, *, priority: int = 0) -> None:
         """A match or a request ended at `node`. Ancestors learn of it when their descendants go."""
         self.clock += 1
         node.last_use = self.clock
-        if hit:
-            node.hit_count += 1
         if priority > node.priority:
             node.priority = priority
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from serinus.core.bounds import is_unicode
 from serinus.core.errors import ConfigError
 from serinus.core.ids import new_rid
 from serinus.core.shown import shown
@@ -84,7 +85,7 @@ def _parsed(number: int, raw: bytes) -> BatchLine | BadLine:
     if not isinstance(given, dict):
         return bad(f"a JSON {type(given).__name__}, expected an object")
     named = given.get("custom_id")
-    if not isinstance(named, str) or not named or named.encode(errors="replace").decode() != named:
+    if not isinstance(named, str) or not named or not is_unicode(named):
         return bad(f"custom_id: got {shown(named)}, expected a text that is valid Unicode")
     custom_id = named
     body = given.get("body")

@@ -29,3 +29,8 @@ TopLogprobs = Annotated[tuple[float, ...], Meta(max_length=1 << 10)]
 """The log-probabilities of a TopIds."""
 Tiers = Annotated[dict[str, int], Meta(max_length=16)]
 """A number of tokens for each tier."""
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can carry a text, as every frame, digest and library asks of it: no lone surrogate is in it."""
+    return text.encode(errors="replace").decode() == text

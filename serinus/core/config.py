@@ -140,6 +140,11 @@ class ServeConfig(EngineConfig):
                     f"config: {setting.flag} is {value!r} with --disaggregation-mode {self.pd.mode}, expected"
                     f" --disaggregation-mode {_ROLE_OF[setting.name]}"
                 )
+        if self.sched.disable_radix_cache and self.cache.enable_hierarchical_cache:
+            raise ConfigError(
+                "config: --enable-hierarchical-cache is set with --disable-radix-cache, expected one of them: tiers"
+                " keep the prefixes that requests share"
+            )
 
     @property
     def role(self) -> str:

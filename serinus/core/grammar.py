@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta
 
+from serinus.core.bounds import is_unicode
 from serinus.core.errors import BadSampling
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "lark", "choice", "structural_tag"]
@@ -46,6 +47,8 @@ class Grammar:
             raise BadSampling("grammar", self.text, "a text (Grammar.of takes a schema as an object)")
         if len(self.text) > GRAMMAR_CHARS_MAX:
             raise BadSampling("grammar", f"{len(self.text)} characters", f"at most {GRAMMAR_CHARS_MAX}")
+        if not is_unicode(self.text):
+            raise BadSampling("grammar", self.text, "a text that is valid Unicode")
         if not self.text and self.kind != "json_object":
             raise BadSampling("grammar", self.text, f"the text of {GRAMMAR_NAMES[self.kind]}")
 

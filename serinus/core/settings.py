@@ -197,7 +197,10 @@ class ScheduleSettings:
             )
 
 
-_NEEDS_TIERS = "hicache_"
+_OF_TIERS = ("hicache_",)
+_OF_STORAGE = ("hicache_storage_", "hicache_prefetch_")
+_SIZE_MAX = 1_000_000_000
+"""Of tiers, in GB or as a multiple: more than any machine has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,8 +210,10 @@ class CacheSettings:
     enable_hierarchical_cache: bool = setting(
         False, "keep KV that leaves the device in host memory (and in storage)", "--enable-hicache"
     )
-    hicache_ratio: float = setting(2.0, "host tier: its size, as a multiple of the device's", low=0.1)
-    hicache_size: float = setting(0.0, "host tier: its size in GB, of each rank; 0 = by --hicache-ratio", low=0)
+    hicache_ratio: float = setting(2.0, "host tier: its size, as a multiple of the device's", low=0.1, high=_SIZE_MAX)
+    hicache_size: float = setting(
+        0.0, "host tier: its size in GB, of each rank; 0 = by --hicache-ratio", low=0, high=_SIZE_MAX
+    )
     hicache_write_policy: str = setting(
         "write_through",
         "when KV goes to the host: at once, at its second use, or only when it must leave the device",
@@ -219,7 +224,7 @@ class CacheSettings:
     )
     hicache_storage_dir: str = setting("", "folder of the storage backend `file`", metavar="DIR")
     hicache_storage_size: float = setting(
-        0.0, "storage: GB at most, of all ranks together, the oldest go first; 0 = no bound", low=0
+        0.0, "storage: GB at most, of all ranks together, the oldest go first; 0 = no bound", low=0, high=_SIZE_MAX
     )
     hicache_storage_prefetch_policy: str = setting(
         "timeout",
@@ -238,22 +243,22 @@ class CacheSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.enable_hierarchical_cache:
-            self._check_storage()
-            return
-        for item in settings_of(type(self)):
-            value = getattr(self, item.name)
-            if item.name.startswith(_NEEDS_TIERS) and value != item.default:
-                raise ConfigError(
-                    f"config: {item.flag} is {value!r} without --enable-hierarchical-cache, expected both or neither"
-                )
-
-    def _check_storage(self) -> None:
+        if not self.enable_hierarchical_cache:
+            self._refuse(_OF_TIERS, "--enable-hierarchical-cache")
         if (self.hicache_storage_backend == "file") != bool(self.hicache_storage_dir):
             raise ConfigError(
                 f"config: --hicache-storage-backend is {self.hicache_storage_backend!r} and --hicache-storage-dir"
                 f" {self.hicache_storage_dir!r}, expected 'file' and a folder, or neither flag"
             )
+        if not self.hicache_storage_dir:
+            self._refuse(_OF_STORAGE, "--hicache-storage-backend")
+
+    def _refuse(self, names: tuple[str, ...], without: str) -> None:
+        """Settings whose names begin so have their defaults, as nothing obeys them without that flag."""
+        for item in settings_of(type(self)):
+            value = getattr(self, item.name)
+            if item.name.startswith(names) and value != item.default:
+                raise ConfigError(f"config: {item.flag} is {value!r} without {without}, expected both or neither")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

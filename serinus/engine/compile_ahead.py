@@ -25,6 +25,7 @@ from serinus.core.config import ServeConfig
 from serinus.core.cores import cores, threads_env
 from serinus.core.errors import ConfigError
 from serinus.core.log import get_logger
+from serinus.core.settings import CacheSettings
 from serinus.core.version import package_version
 from serinus.models import overrides_of, resolve, spec_of
 from serinus.ranks.build import choose_device, graph_sizes
@@ -137,7 +138,7 @@ def few_layers(config: ServeConfig) -> ServeConfig:
         config,
         model=dummy,
         memory=replace(config.memory, max_total_tokens=_TOKENS, mem_fraction_static=None),
-        cache=replace(config.cache, enable_hierarchical_cache=False, hicache_storage_backend="none"),
+        cache=CacheSettings(),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.core.bounds import is_unicode
 from serinus.core.errors import BadRequest
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Mapping[str, Any]
@@ -65,8 +66,8 @@ def _given(where: str, prompt: Any) -> GivenPrompt:
         raise BadRequest(where, dict(prompt), "a prompt or prompt_token_ids in it")
     if text is not None and not isinstance(text, str):
         raise BadRequest(f"{where}['prompt']", text, "a text")
-    if salt is not None and not (isinstance(salt, str) and len(salt) <= _SALT_MAX):
-        raise BadRequest(f"{where}['cache_salt']", salt, f"a text of at most {_SALT_MAX} characters")
+    if salt is not None and not (isinstance(salt, str) and len(salt) <= _SALT_MAX and is_unicode(salt)):
+        raise BadRequest(f"{where}['cache_salt']", salt, f"a text of at most {_SALT_MAX} characters, valid Unicode")
     row = None if ids is None else _ids(f"{where}['prompt_token_ids']", ids)
     return GivenPrompt(text=text, ids=row, cache_salt=salt or "")
 

@@ -7,6 +7,7 @@ its own, as many host pages as the rank that has least, and files in a folder th
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def build_tiers(
     host = {part: HostPool(specs[part], counts[part]) for part in specs}
     storage = None
     if settings.hicache_storage_backend == "file":
-        folder = Path(settings.hicache_storage_dir)
+        folder = Path(os.path.expanduser(settings.hicache_storage_dir))
         ranks = 1 if shard is None else shard.tp * shard.pp
         storage = FileStorage(
             folder / share_name(shard),

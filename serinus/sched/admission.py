@@ -51,8 +51,9 @@ class Admission:
         if needed - state.full.end + reserve <= allocator.room() and self._fits_others(state, needed, alone=alone):
             allocator.load(state)
             if allocator.extend(state, allocator.pages_for(state.known), self._window_end(state)):
+                allocator.placed(state)
                 return True
-        allocator.release(state)
+        allocator.unmatch(state)
         if alone and state.windowed and not state.cold:
             state.cold = True  # the prefix it found pins more of a part than its own window needs
             return self.place(state)

@@ -105,6 +105,17 @@ class PageAllocator:
         state.go_on_from(match.length)
         state.found = {"device": match.length}
 
+    def unmatch(self, state: ReqState) -> None:
+        """Give a match back, of which nothing was used: the request waits on, and its prefetch is kept."""
+        assert state.lease is not None, f"sched: request {state.rid} gives back a match, expected it to have one"
+        self.cache.release(state.lease)
+        state.drop_pages()
+
+    def placed(self, state: ReqState) -> None:
+        """The request has its pages: its match was a hit."""
+        assert state.lease is not None, f"sched: request {state.rid} is placed without a match"
+        self.cache.used(state.lease, state.found["device"])
+
     def load(self, state: ReqState) -> None:
         """Bring what the host adds to its match to the device, as far as there is room: forward passes that begin
         from now on wait for it, layer by layer. Nothing changes where there is none."""

@@ -89,11 +89,14 @@ class SimDisk:
             self._folders.locks[name] = False
         self._folders.tear(self, torn)
 
-    def open_folder(self, folder: str, writer: str) -> bytes:
+    def open_folder(self, folder: str, writer: str, secret: bytes = b"") -> bytes:
         self._held.add(f"{folder}/{writer}")
         self._folders.locks[f"{folder}/{writer}"] = True
         self._folders.change(f"{folder}/{WRITERS}/{writer}")
         return folder.encode().ljust(SECRET_BYTES)[:SECRET_BYTES]
+
+    def is_open(self, folder: str, writer: str) -> bool:
+        return f"{folder}/{writer}" in self._held
 
     def close_folder(self, folder: str, writer: str) -> None:
         self._held.discard(f"{folder}/{writer}")

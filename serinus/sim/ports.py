@@ -77,12 +77,15 @@ def config_of(shape: EngineShape, world: Shape) -> ServeConfig:
             kv_canary_sweep_interval=_SWEEP_EVERY, kv_canary_sweep_seconds=SWEEP_S, kv_canary_stats_interval=0,
         )  # fmt: skip
     if shape.host_pages:
-        stored = shape.prefetch != "none"
+        stored: dict[str, Any] = {
+            "hicache_storage_backend": "file", "hicache_storage_dir": "/pages",
+            "hicache_storage_prefetch_policy": shape.prefetch, "hicache_prefetch_s_max": 0.05,
+        }  # fmt: skip
         cache = CacheSettings(
-            enable_hierarchical_cache=True, hicache_write_policy=shape.write_policy,
-            hicache_storage_backend="file" if stored else "none", hicache_storage_dir="/pages" if stored else "",
-            hicache_storage_prefetch_policy=shape.prefetch if stored else "timeout", hicache_prefetch_s_max=0.05,
-        )  # fmt: skip
+            enable_hierarchical_cache=True,
+            hicache_write_policy=shape.write_policy,
+            **(stored if shape.prefetch != "none" else {}),
+        )
     return ServeConfig(
         model=ModelSettings(model_path="simulated", context_length=world.context_length),
         server=ServerSettings(name=shape.name),

@@ -225,14 +225,18 @@ class Order:
         self.uses: dict[Prefix, Use] = {}
         self.now = 0
 
-    def touch(self, path: list[Prefix], *, priority: int, hit: bool = False) -> None:
+    def touch(self, path: list[Prefix], *, priority: int) -> None:
         """Something used this path now, or made it."""
         self.now += 1
         for prefix in path:
             use = self.uses.setdefault(prefix, Use(born=self.now, last=self.now))
             use.last = self.now
-            use.hits += hit
             use.priority = max(use.priority, priority)
+
+    def hit(self, path: list[Prefix]) -> None:
+        """A request was placed on this path."""
+        for prefix in path:
+            self.uses[prefix].hits += 1
 
     def victims(self, enough: int, pinned: set[Prefix]) -> Iterator[Prefix]:
         """The next `enough` prefixes to go, in order; they are forgotten here."""

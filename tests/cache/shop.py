@@ -185,6 +185,7 @@ class Shop:
         """Match, load if asked for, allocate for the whole prompt."""
         cache = self.cache
         match = cache.match_prefix(namespace, tokens, len(tokens) - 1, priority=priority)
+        cache.used(match.lease, match.length)
         rows = {span.part: span for span in match.spans}
         if load and match.load is not None:
             loaded = cache.load_back(rid, match.lease, match.load)

@@ -38,6 +38,7 @@ def seat(cache: PrefixCache, rid: str, tokens: np.ndarray, namespace: str = "") 
     match = cache.match_prefix(namespace, tokens, len(tokens) - 1)
     own = cache.allocate(rid, -(-len(tokens) // cache.page_size) - len(match.pages))
     assert own is not None
+    cache.used(match.lease, match.length)
     return match.lease, np.concatenate((match.pages, own[0]))
 
 
@@ -284,16 +285,22 @@ def test_a_wrong_setting_is_refused_in_words(settings: dict[str, object], words:
         device(**settings)
 
 
+def hit(cache: PrefixCache, tokens: np.ndarray) -> None:
+    match = cache.match_prefix("", tokens, len(tokens))
+    cache.used(match.lease, match.length)
+    cache.release(match.lease)
+
+
 def test_lfu_counts_the_hits_of_children_that_are_gone() -> None:
     cache = device(33, 1, policy="lfu")
     stem = ids(1, 2)
     for last in (3, 4):
         serve(cache, f"r{last}", ids(1, 2, last, 9))
         for _ in range(2):
-            cache.release(cache.match_prefix("", ids(1, 2, last, 9), 4).lease)
+            hit(cache, ids(1, 2, last, 9))
     serve(cache, "other", ids(5, 6))
     for _ in range(3):
-        cache.release(cache.match_prefix("", ids(5, 6), 2).lease)
+        hit(cache, ids(5, 6))
     cache.evict(4)
     assert cache.probe("", stem).device == 2, "the stem's own children are gone"
     cache.evict(2)
@@ -304,10 +311,9 @@ def test_lfu_counts_the_hits_of_children_that_are_gone() -> None:
 def test_lfu_ties_fall_to_the_longest_unused_even_through_children() -> None:
     cache = device(33, 1, policy="lfu")
     serve(cache, "a", ids(1, 2, 3))
-    cache.release(cache.match_prefix("", ids(1, 2), 2).lease)
+    hit(cache, ids(1, 2))
     serve(cache, "b", ids(5, 6))
-    cache.release(cache.match_prefix("", ids(5, 6), 2).lease)
-    lease = cache.match_prefix("", ids(1, 2, 3), 3).lease
-    cache.release(lease)
+    hit(cache, ids(5, 6))
+    hit(cache, ids(1, 2, 3))
     cache.evict(1)
     assert cache.probe("", ids(5, 6)).device == 1

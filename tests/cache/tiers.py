@@ -211,7 +211,7 @@ class TieredWorld(World):
         match = self.cache.match_prefix(req.namespace, req.ids, len(req.tokens), priority=req.priority)
         path = self.path(req)
         assert match.length == self.seen.usable(self.shape, path), f"{match} of {words(path[-1:])}"
-        self.order.touch(path[: match.length // self.size], priority=req.priority, hit=True)
+        self.order.touch(path[: match.length // self.size], priority=req.priority)
         if drop:
             self.cache.drop_load(match.lease)
             self.changed().only()

@@ -53,7 +53,7 @@ class World(Base):
         match = self.cache.match_prefix(req.namespace, req.ids, limit, priority=req.priority)
         self.changed().only()
         self.check_match(req, match, device, total)
-        self.order.touch(path[: match.length // self.size], priority=req.priority, hit=True)
+        self.order.touch(path[: match.length // self.size], priority=req.priority)
         if match.load is None or not load or not self.load_back(req, match):
             req.rows = {span.part: span for span in match.spans}
             req.computed = match.length
@@ -71,6 +71,8 @@ class World(Base):
             self.changed().only()
             self.order.touch(path[: match.length // self.size], priority=req.priority)
             return
+        self.cache.used(match.lease, match.length)
+        self.order.hit(path[: match.length // self.size])
         self.cache.release_aborted_request(req.rid)
         self.waiting.remove(req)
         self.running.append(req)

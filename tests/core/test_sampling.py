@@ -119,7 +119,8 @@ def test_a_grammar_is_a_kind_and_a_text_and_may_be_made_of_an_object() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"), [("yaml", "x"), ("regex", ""), ("regex", 5), ("regex", "x" * ((1 << 18) + 1))]
+    ("kind", "text"),
+    [("yaml", "x"), ("regex", ""), ("regex", 5), ("regex", "x" * ((1 << 18) + 1)), ("regex", "\ud800")],
 )
 def test_a_grammar_that_cannot_be_one_is_refused(kind: Any, text: Any) -> None:
     with pytest.raises(BadSampling, match="grammar"):

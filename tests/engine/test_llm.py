@@ -236,6 +236,7 @@ def test_prompts_share_what_is_cached_only_with_those_of_their_salt(llm: LLM) ->
         ([{"prompt_token_ids": "12"}], r"prompts\[0\]\['prompt_token_ids'\]: got '12'"),
         ({"prompt_token_ids": [1], "multi_modal_data": {"image": 1}}, "multi_modal_data"),
         ({"prompt_token_ids": [1], "cache_salt": 5}, r"prompts\['cache_salt'\]: got 5"),
+        ({"prompt_token_ids": [1], "cache_salt": "\ud800"}, r"prompts\['cache_salt'\]: got .*, expected .* Unicode"),
     ],
 )
 def test_what_is_no_prompt_is_refused_by_name(llm: LLM, bad: Any, said: str) -> None:

@@ -3,6 +3,7 @@ answers are those of an engine that caches nothing."""
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,31 @@ def test_settings_of_tiers_without_tiers_are_refused() -> None:
         from_names(
             ServeConfig, {"model_path": "m", "enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
         )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"disable_radix_cache": True}, "--enable-hierarchical-cache is set with --disable-radix-cache"),
+        ({"hicache_storage_size": 5.0}, "--hicache-storage-size is 5.0 without --hicache-storage-backend"),
+        ({"hicache_prefetch_s_max": 3.0}, "--hicache-prefetch-timeout is 3.0 without --hicache-storage-backend"),
+        ({"hicache_storage_prefetch_policy": "best_effort"}, "--hicache-storage-prefetch-policy is 'best_effort'"),
+        ({"hicache_ratio": math.inf}, "--hicache-ratio is inf, expected at most"),
+        ({"hicache_size": math.inf}, "--hicache-size is inf, expected at most"),
+        ({"hicache_storage_size": math.inf}, "--hicache-storage-size is inf, expected at most"),
+    ],
+)
+def test_settings_of_tiers_that_nothing_could_obey_are_refused_by_name(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        from_names(ServeConfig, {"model_path": "m", "enable_hierarchical_cache": True, **settings})
+
+
+def test_a_storage_folder_may_begin_at_home(
+    toys: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    LLM(str(toys["full"]), **tiered(hicache_storage_backend="file", hicache_storage_dir="~/kv")).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["kv"]
 
 
 def test_an_engine_whose_copies_broke_is_closed_to_its_end(

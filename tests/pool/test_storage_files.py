@@ -8,6 +8,7 @@ import errno
 import logging
 import mmap
 import os
+import shutil
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -54,6 +55,50 @@ def test_what_one_engine_stored_the_next_one_reads(tmp_path: Path, host: HostPoo
     assert second.shelf.counts() == ShelfCounts(pages=6, byte_count=6 * FILE_BYTES)
     second.close()
     assert not list((tmp_path / ".writers").iterdir())
+
+
+@pytest.mark.parametrize("noticed_by", ["read", "write"])
+def test_a_folder_that_was_deleted_is_made_again_as_it_was(tmp_path: Path, host: HostPool, noticed_by: str) -> None:
+    folder = tmp_path / "kv"
+    first = storage_of(folder, host)
+    stored(first, KEYS[:1])
+    secret = (folder / ".secret").read_bytes()
+    shutil.rmtree(folder)
+    if noticed_by == "read":
+        assert read(first, host) == 0
+    stored(first, op=2)
+    assert (folder / ".secret").read_bytes() == secret
+    assert {oct(path.stat().st_mode & 0o777) for path in (folder, *folder.glob("*/"))} <= {"0o700", "0o600"}
+    second = storage_of(folder, host)
+    assert read(second, host, KEYS[1:]) == 5
+    assert len(list((folder / ".writers").iterdir())) == 2
+    second.close()
+    first.close()
+
+
+def test_a_deleted_folder_that_another_engine_made_again_is_shared_with_it(tmp_path: Path, host: HostPool) -> None:
+    folder = tmp_path / "kv"
+    first = storage_of(folder, host)
+    stored(first)
+    shutil.rmtree(folder)
+    second = storage_of(folder, host)
+    stored(second, KEYS[:3])
+    assert read(first, host) == 0
+    assert read(first, host, KEYS[:3], op=901) == 3
+    second.close()
+    first.close()
+
+
+def test_pages_deleted_by_hand_are_forgotten_with_the_first_that_is_missed(tmp_path: Path, host: HostPool) -> None:
+    storage = storage_of(tmp_path, host)
+    stored(storage)
+    for top in {file.parent for file in files(tmp_path)}:
+        shutil.rmtree(top)
+    assert read(storage, host) == 0
+    assert storage.shelf.counts().pages == 0
+    stored(storage, op=2)
+    assert read(storage, host, op=901) == 6
+    storage.close()
 
 
 def test_reading_stops_at_the_first_page_that_is_missing(tmp_path: Path, host: HostPool) -> None:

@@ -176,6 +176,30 @@ def test_a_request_without_room_is_blocked_until_there_is_some() -> None:
     assert engine.answers["waits"].finish is not None
 
 
+def test_a_request_that_waits_for_room_keeps_what_the_storage_brought_and_is_one_hit_once_it_is_placed() -> None:
+    engine = stored(prefetch_policy="wait_complete", page_count=11)
+    engine.add("first", PROMPT[:9], max_new_tokens=1)
+    engine.add("runs", list(range(100, 112)), max_new_tokens=12)
+    while "first" not in engine.answers:
+        engine.end_copies()
+        engine.step()
+    engine.add("waits", PROMPT, max_new_tokens=2)
+    for _ in range(6):
+        engine.end_copies()
+        engine.step()
+    (shared,) = [node for node in engine.cache.tree.nodes() if node.end == 8]
+    assert engine.scheduler.is_blocked
+    assert (shared.hit_count, shared.uses, engine.cache.stats().hit_tokens) == (1, 2, 0), "those of the first"
+    while not engine.scheduler.idle:
+        engine.end_copies()
+        engine.step()
+    last = engine.answers["waits"].last
+    assert last is not None
+    assert last.usage is not None
+    assert last.usage.cached_tokens == {"device": 8, "storage": 12}
+    assert engine.cache.stats().hit_tokens == 8
+
+
 def test_the_deadline_of_a_prefetch_takes_what_has_come() -> None:
     engine = stored(prefetch_policy="timeout", prefetch_s_max=1.0)
     engine.add("a", PROMPT, max_new_tokens=2)

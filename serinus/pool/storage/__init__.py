@@ -5,7 +5,8 @@ shelf that knows one page at a time: files.
 """
 
 from serinus.pool.storage.disk import SECRET_BYTES, WRITERS, Disk, FileEntry, FileSystem
-from serinus.pool.storage.file import FileStorage, PageFiles
+from serinus.pool.storage.file import PageFiles
+from serinus.pool.storage.file_storage import FileStorage
 from serinus.pool.storage.io import QueuedStorage, ShelfCounts
 
 __all__ = [

@@ -23,7 +23,7 @@ from serinus.core.clock import Clock
 from serinus.core.log import get_logger
 
 _log = get_logger("pool.storage")
-WRITERS, _SECRET = ".writers", ".secret"
+WRITERS, REMOVED, _SECRET = ".writers", ".removed", ".secret"
 SECRET_BYTES = 32
 """Of a folder's secret."""
 _OURS = re.compile(r"\.(writers|removed|secret)|[0-9a-f]{2}|tp[0-9]+-pp[0-9]+-.*")
@@ -49,12 +49,16 @@ class FileSystem(Protocol):
     """Files in folders `FOLDER/ab/`, and writers that are alive as long as they hold a lock. Every method may raise
     OSError, and may be called from several threads at once."""
 
-    def open_folder(self, folder: str, writer: str) -> bytes:
+    def open_folder(self, folder: str, writer: str, secret: bytes = b"") -> bytes:
         """Make the folder where it is not there, for its owner alone, and hold the lock of a new writer in it.
 
-        Returns the folder's secret, SECRET_BYTES random bytes that its first writer made. Raises OSError: others than
-        the owner may look into the folder, and that cannot or must not be changed.
+        `secret`: what its secret was, of a folder that was deleted while this writer had it open; its lock was lost.
+        Returns the folder's secret, SECRET_BYTES that its first writer made: random ones, or these. Raises OSError:
+        others than the owner may look into the folder, and that cannot or must not be changed.
         """
+
+    def is_open(self, folder: str, writer: str) -> bool:
+        """Whether this writer's lock is where `open_folder` made it: else the folder was deleted."""
 
     def close_folder(self, folder: str, writer: str) -> None:
         """Give this writer's lock back. May be called again."""
@@ -92,8 +96,8 @@ class FileSystem(Protocol):
         """It was used at this time."""
 
     def write(self, path: str, header: bytes, data: NDArray[np.uint8], used_ns: int) -> None:
-        """Make a new file, and its folder where that is missing, used at this time. Where it raises, part of the file
-        may be there."""
+        """Make a new file, and its folder `ab/` where that is missing, used at this time. Where it raises, part of the
+        file may be there; FileNotFoundError: FOLDER was deleted."""
 
     def rename(self, path: str, target: str) -> None:
         """Put a file in the place of another one, or of none, at once."""
@@ -115,14 +119,21 @@ class Disk:
         """A descriptor of a new file; only its owner may read it (KV tells what was in the prompt)."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
 
-    def open_folder(self, folder: str, writer: str) -> bytes:
+    def open_folder(self, folder: str, writer: str, secret: bytes = b"") -> bytes:
         _make_private(Path(folder))
-        Path(folder, WRITERS).mkdir(mode=0o700, exist_ok=True)
+        for name in (WRITERS, REMOVED):
+            Path(folder, name).mkdir(mode=0o700, exist_ok=True)
         path = _lock_path(folder, writer)
+        lost = self._locks.get(path)
         self._locks[path] = _locked(path)
-        secret = _secret_of(folder)
+        if lost is not None:
+            os.close(lost)
+        secret = _secret_of(folder, secret)
         self._direct = _direct_flag(folder)
         return secret
+
+    def is_open(self, folder: str, writer: str) -> bool:
+        return os.path.exists(_lock_path(folder, writer))
 
     def close_folder(self, folder: str, writer: str) -> None:
         path = _lock_path(folder, writer)
@@ -211,7 +222,8 @@ class Disk:
         try:
             fd = self.create(path, flags)
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            with suppress(FileExistsError):
+                os.mkdir(os.path.dirname(path), mode=0o700)
             fd = self.create(path, flags)
         try:
             views = _views(head, data)
@@ -251,6 +263,28 @@ def write_and_rename(
         with suppress(OSError):
             disk.remove(temp)
         raise
+
+
+def remove_leftovers(disk: FileSystem, folder: str, writer: str, names: re.Pattern[str]) -> None:
+    """Remove files of writers that are dead, and their locks. names: matches such a file, its group the writer's name.
+    Raises OSError: the folder cannot be read."""
+    alive: dict[str, bool] = {writer: True}
+    count = 0
+    for entry in disk.entries(folder):
+        match = names.fullmatch(entry.name)
+        if match is None:
+            continue
+        owner = match[1]
+        if owner not in alive:  # its lock is older than its files: this order cannot take a living one for dead
+            alive[owner] = disk.is_writing(folder, owner)
+        if not alive[owner]:
+            with suppress(OSError):
+                disk.remove(entry.path)
+                count += 1
+    for other in disk.writers(folder):
+        disk.is_writing(folder, other)
+    if count:
+        _log.info("pool: removed %d unfinished files of dead writers from %s", count, folder)
 
 
 def _opened(path: str, flags: int = 0) -> int:
@@ -306,8 +340,9 @@ def _make_private(folder: Path) -> None:
     _log.warning("pool: mode of storage folder %s was %s, is 0700 now: KV tells what was in prompts", folder, mode)
 
 
-def _secret_of(folder: str) -> bytes:
-    """The folder's secret; made where there is none. Raises OSError: what is there is no secret, or no secret one."""
+def _secret_of(folder: str, former: bytes) -> bytes:
+    """The folder's secret; where there is none the former one, or a new one if that is empty. Raises OSError: what is
+    there is no secret, or no secret one."""
     fd = os.open(f"{folder}/{_SECRET}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -318,7 +353,7 @@ def _secret_of(folder: str) -> bytes:
                 f" {SECRET_BYTES}: remove the folder"
             )
         if not about.st_size:
-            os.pwrite(fd, os.urandom(SECRET_BYTES), 0)
+            os.pwrite(fd, former or os.urandom(SECRET_BYTES), 0)
         return os.pread(fd, SECRET_BYTES, 0)
     finally:
         os.close(fd)

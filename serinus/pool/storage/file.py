@@ -38,13 +38,19 @@ from serinus.core.errors import ConfigError
 from serinus.core.ids import new_incarnation
 from serinus.core.log import get_logger
 from serinus.core.parts import Part
-from serinus.pool.host import HostPool
-from serinus.pool.storage.disk import BLOCK_BYTES, WRITERS, Disk, FileSystem, this_hour, write_and_rename
-from serinus.pool.storage.io import QueuedStorage, RareWarning, ShelfCounts
+from serinus.pool.storage.disk import (
+    BLOCK_BYTES,
+    WRITERS,
+    Disk,
+    FileSystem,
+    remove_leftovers,
+    this_hour,
+    write_and_rename,
+)
+from serinus.pool.storage.io import RareWarning, ShelfCounts
 from serinus.pool.storage.listings import Listings
 from serinus.pool.storage.removals import Notices
 from serinus.pool.storage.uses import Uses
-from serinus.pool.workers import Workers
 
 _log = get_logger("pool.storage")
 _HEADER = struct.Struct("<8sHHBxxxQI4x16s16s16s16s32x")
@@ -123,7 +129,7 @@ class PageFiles:
             self._nothing = ("", self._digest(_UNKNOWN))
             self._notices = Notices(self._disk, self._folder, self._writer, self._secret, clock)
             self._scan()
-            self._remove_leftovers()
+            remove_leftovers(self._disk, self._folder, self._writer, _TEMP)
             self._keep_bound(0)
         except OSError as error:
             raise ConfigError(
@@ -151,6 +157,7 @@ class PageFiles:
             wrong = self._disk.read(path, header, into)
         except FileNotFoundError:
             self._forget(name)
+            self._look_again(name)
             return False
         before: bytes = _HEADER.unpack_from(header)[_BEFORE]
         wrong = wrong or self._differs(header, self._header(part, key, into, before))
@@ -180,7 +187,13 @@ class PageFiles:
             self._temps += 1
             temp = f".{name.removesuffix('.page')}.{self._writer}-{self._temps}.tmp"
         header, hour = self._header(part, key, data, before), this_hour(self._clock)
-        write_and_rename(self._disk, self._path(temp), self._path(name), header, data, hour)
+        try:
+            write_and_rename(self._disk, self._path(temp), self._path(name), header, data, hour)
+        except FileNotFoundError:
+            if not self._look_again(name):
+                raise
+            self.save(part, key, data, before)
+            return
         self._note(name, size, self._digest(before))
         with self._lock:
             self._written += size
@@ -374,6 +387,20 @@ class PageFiles:
             if self._take_out(name):
                 self._list_again(name)
 
+    def _look_again(self, name: str) -> bool:
+        """A file was not there. Where the folder was deleted it is made again, with its secret unless another process
+        was there first; where its folder `ab/` was, what is there now is learned. Whether the whole folder was. Raises
+        OSError."""
+        with self._removing:
+            was_open = self._disk.is_open(self._folder, self._writer)
+            if not was_open:
+                _log.warning("pool: storage folder %s was deleted, and is made again", self._folder)
+                self._secret = self._disk.open_folder(self._folder, self._writer, self._secret)
+                self._notices.secret, self._nothing = self._secret, ("", self._digest(_UNKNOWN))
+            if not was_open or not self._disk.changed_ns(self._folder_of(name)):
+                self._scan()
+        return not was_open
+
     def _delete(self, name: str) -> bool:
         """Forget and remove a file; whether it was there. Raises OSError: it may be there still."""
         with self._lock:
@@ -442,46 +469,6 @@ class PageFiles:
             self._uses.reset(entry.name for entry in found)
             self._bytes = sum(file.size for file in self._index.values())
             self._listings.clear()  # of what was noted since the scan began
-
-    def _remove_leftovers(self) -> None:
-        """Temporary files of writers that are dead, and their locks."""
-        alive: dict[str, bool] = {self._writer: True}
-        count = 0
-        for entry in self._disk.entries(self._folder):
-            match = _TEMP.fullmatch(entry.name)
-            if match is None:
-                continue
-            writer = match[1]
-            if writer not in alive:  # its lock is older than its files: this order cannot take a living one for dead
-                alive[writer] = self._disk.is_writing(self._folder, writer)
-            if not alive[writer]:
-                with suppress(OSError):
-                    self._disk.remove(entry.path)
-                    count += 1
-        for writer in self._disk.writers(self._folder):
-            self._disk.is_writing(self._folder, writer)
-        if count:
-            _log.info("pool: removed %d unfinished files of dead writers from %s", count, self._folder)
-
-
-class FileStorage(QueuedStorage):
-    """A PageStorage over a folder."""
-
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        host: Mapping[Part, HostPool],
-        namespace: str,
-        byte_max: int | None,
-        clock: Clock,
-        disk: FileSystem | None = None,
-        workers: Workers | None = None,
-    ) -> None:
-        """See PageFiles and QueuedStorage. Raises ConfigError: the folder cannot be used."""
-        page_bytes = {part: pool.page_bytes for part, pool in host.items()}
-        files = PageFiles(folder, namespace=namespace, page_bytes=page_bytes, byte_max=byte_max, clock=clock, disk=disk)
-        super().__init__(files, host=host, clock=clock, workers=workers)
 
 
 def header_room(page_bytes: int) -> int:

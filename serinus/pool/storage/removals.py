@@ -24,7 +24,7 @@ import xxhash
 
 from serinus.core.clock import Clock
 from serinus.core.log import get_logger
-from serinus.pool.storage.disk import FileSystem, this_hour, write_and_rename
+from serinus.pool.storage.disk import REMOVED, FileSystem, this_hour, write_and_rename
 from serinus.pool.storage.listings import Listings
 
 _log = get_logger("pool.storage")
@@ -41,8 +41,8 @@ class Notices:
 
     def __init__(self, disk: FileSystem, folder: str, writer: str, secret: bytes, clock: Clock) -> None:
         """What is there already is old: nothing that this process has read was removed by it. Raises OSError."""
-        self._disk, self._folder, self._writer = disk, f"{folder}/.removed", writer
-        self._secret, self._clock = secret, clock
+        self._disk, self._folder, self._writer = disk, f"{folder}/{REMOVED}", writer
+        self.secret, self._clock = secret, clock
         self._count = 0
         self._lock = threading.Lock()
         self._untold: dict[bytes, None] = {}
@@ -128,11 +128,11 @@ class Notices:
 
     def _masked(self, key: bytes) -> tuple[bytes, bytes]:
         """A digest of the key, and the key under the mask that belongs to it."""
-        name = blake2b(key, digest_size=_KEY_BYTES, key=self._secret, person=b"removed").digest()
+        name = blake2b(key, digest_size=_KEY_BYTES, key=self.secret, person=b"removed").digest()
         return name, _xor(key, self._mask(name))
 
     def _mask(self, name: bytes) -> bytes:
-        return blake2b(name, digest_size=_KEY_BYTES, key=self._secret, person=b"mask").digest()
+        return blake2b(name, digest_size=_KEY_BYTES, key=self.secret, person=b"mask").digest()
 
 
 def _xor(one: bytes, other: bytes) -> bytes:
