@@ -93,6 +93,31 @@ def test_other_engines_on_the_folder_learn_what_was_removed_before_their_next_qu
         each.close()
 
 
+def test_what_an_engine_stored_behind_a_page_before_it_learned_that_it_was_removed_goes_when_it_learns(
+    tmp_path: Path, host: HostPool
+) -> None:
+    one, two, three = (storage_of(tmp_path, host) for _ in range(3))
+    written(one, 1, KEYS[:2])
+    two.query(1, KEYS[:2], [FULL])
+    two.wait()
+    assert removed(one, 2, KEYS[1:2]) == 1
+    written(two, 2, KEYS[2:4], before=KEYS[1])  # computed from the page that was removed
+    written(one, 3, KEYS[1:2], before=KEYS[0])  # computed again
+    two.query(3, KEYS, [FULL])
+    two.wait()
+    assert set(two.recalled()) == set(KEYS[1:4])
+    assert [two.shelf.has(FULL, key) for key in KEYS] == [True, True, False, False, False, False]
+    for other, keys in ((one, KEYS[2:4]), (three, KEYS[1:4])):
+        other.query(4, KEYS, [FULL])
+        other.wait()
+        assert set(other.recalled()) == set(keys)
+    two.query(5, KEYS, [FULL])
+    two.wait()
+    assert two.recalled() == [], "told back"
+    for each in (one, two, three):
+        each.close()
+
+
 def test_an_engine_that_asks_nothing_looks_once_in_a_second(tmp_path: Path, host: HostPool) -> None:
     clock = ManualClock(1e6)
     idle = FileStorage(tmp_path, host={FULL: host}, namespace="n", byte_max=None, clock=clock)

@@ -214,14 +214,37 @@ class PageFiles:
         not told is told with the next removal, or when others are looked for.
         """
         named = {self._digest(key): key for key in keys}
-        count, failure = 0, None
+        failure: OSError | None = None
         with self._removing:
             for learn in (self._note_new, self._look_up):
                 try:
                     learn()
                 except OSError as error:
                     failure = error
-        for digest in self._with_continuing(named):
+        count, undone = self._delete_pages(self._with_continuing(named), named)
+        self._notices.put(named.values())
+        if (failed := undone or failure) is not None:
+            raise failed
+        return count
+
+    def recalled(self) -> Sequence[bytes]:
+        """Keys of pages that other processes removed since the last call, from this folder, and of pages that continue
+        them and went now: this process stored them when the others had looked, and they learn it. Raises OSError."""
+        keys = self._notices.take()
+        named = {self._digest(key): key for key in keys}
+        behind = [digest for digest in self._with_continuing(named) if digest not in named]
+        for name in (_file_name(digest, part) for digest in named for part in self._parts):
+            self._forget(name)
+        if self._delete_pages(behind, named)[0]:
+            with suppress(OSError):  # told with the next removal
+                self._notices.put(list(named.values())[len(keys) :])
+        return list(named.values())
+
+    def _delete_pages(self, digests: Iterable[str], named: dict[str, bytes]) -> tuple[int, OSError | None]:
+        """Remove the files of pages: how many went, and why others did not. `named` gets the key of each that has none
+        there and of which a file says it."""
+        count, failure = 0, None
+        for digest in digests:
             for name in (_file_name(digest, part) for part in self._parts):
                 header = bytearray(HEADER_BYTES)
                 with suppress(OSError):
@@ -231,17 +254,7 @@ class PageFiles:
                     count += self._delete(name)
                 except OSError as error:
                     failure = error
-        self._notices.put(named.values())
-        if failure is not None:
-            raise failure
-        return count
-
-    def recalled(self) -> Sequence[bytes]:
-        """Keys of pages that other processes removed since the last call, from this folder. Raises OSError."""
-        found = self._notices.take()
-        for name in (self._name(part, key) for key in found for part in self._parts):
-            self._forget(name)
-        return found
+        return count, failure
 
     def _note_new(self) -> None:
         """Note the files that other processes wrote: none while no writer comes or goes and there is no other one.
