@@ -28,7 +28,6 @@ PAGE, STRIDE, TOKENS = 4, 4, 28
 Damage = Callable[[EngineDriver, Rng], None]
 TIERS = {
     "enable_hierarchical_cache": True, "hicache_ratio": 3.0, "hicache_write_policy": "write_back",
-    "hicache_storage_prefetch_policy": "wait_complete",
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ REASONS: dict[str, str] = {
     "front/": "HTTP",
     "text/": "text before and behind token ids, for HTTP",
     "cli/": "commands of a terminal",
+    "core/bounds.py": "texts of clients, which are checked as they come",
     "core/gguf_file.py": "files of weights",
     "core/grammar.py": "grammars, which its requests do not have",
     "core/shown.py": "refusals, of requests that HTTP has not checked",
