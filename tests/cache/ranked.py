@@ -324,6 +324,12 @@ class RankedWorld(TieredWorld):
             self.stored = stored
             super().check_stored()
 
+    def check_all_stored(self) -> None:
+        """Check the store of every rank."""
+        for stored in self.stores:
+            self.stored = stored
+            super().check_all_stored()
+
     def lose(self, which: int) -> None:
         """One rank has lost a page, the others have it."""
         lossy = self.rng.randrange(len(self.ranks))

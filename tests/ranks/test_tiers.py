@@ -166,7 +166,7 @@ def world(seed: int, steps: int = 150, **ports: Any) -> RankedWorld:
 @pytest.mark.slow
 def test_whatever_ranks_do_late_or_badly_a_hit_is_one_on_all_of_them() -> None:
     total: Counter[str] = Counter()
-    for seed in range(30, 42):
+    for seed in range(100, 112):
         done = world(seed)
         total["rules"] += done.steps
         total += done.counted()
@@ -212,6 +212,7 @@ def lost_page(made: RankedWorld, rank: int, page: int) -> None:
     keys = chain.chain(chain.seed(b""), np.array(PROMPT, np.int32).tobytes())
     storage = made.ranks[rank].storage
     assert storage is not None
+    made.failures += 1
     storage.lose([(keys[page * 16 : page * 16 + 16], Part.FULL)])
     assert len(made.stores[rank]) == 7
 
