@@ -110,20 +110,14 @@ class AnswerReader:
 
     def whole(self, text: str) -> WholeAnswer:
         """The whole answer at once; a broken call is content, and counts as none."""
-        answer = answer_of(self._all(text))
-        answer.calls = answer.calls[: self._calls_max]
-        self.called = bool(answer.calls)
-        return answer
+        return answer_of(self.parts(text))
 
     def parts(self, text: str) -> list[AnswerDelta | ToolCall]:
         """The same, in the order in which it was written."""
-        parts = list(parts_of(self._all(text)))
+        parts = list(parts_of(self._shown(self._parser.feed(text) + self._parser.end())))
         calls = [part for part in parts if isinstance(part, ToolCall)][: self._calls_max]
         self.called = bool(calls)
         return [part for part in parts if part in calls or not isinstance(part, ToolCall)]
-
-    def _all(self, text: str) -> list[AnswerDelta]:
-        return self._shown(self._parser.feed(text) + self._parser.end())
 
     def _shown(self, deltas: list[AnswerDelta]) -> list[AnswerDelta]:
         self._thoughts += [delta.text for delta in deltas if delta.kind is DeltaKind.REASONING]

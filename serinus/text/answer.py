@@ -95,10 +95,10 @@ def parts_of(deltas: Iterable[AnswerDelta]) -> Iterator[AnswerDelta | ToolCall]:
             yield AnswerDelta(DeltaKind.CONTENT, delta.text)
 
 
-def answer_of(deltas: Iterable[AnswerDelta]) -> WholeAnswer:
-    """The answer that deltas make up: what `parts_of` says, joined."""
+def answer_of(parts: Iterable[AnswerDelta | ToolCall]) -> WholeAnswer:
+    """The answer that parts make up, as `parts_of` has them."""
     answer, content, reasoning = WholeAnswer(), list[str](), list[str]()
-    for part in parts_of(deltas):
+    for part in parts:
         if isinstance(part, ToolCall):
             answer.calls.append(part)
         else:

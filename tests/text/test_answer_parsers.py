@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serinus.core.errors import ConfigError
-from serinus.text import AnswerDelta, AnswerParser, AnswerStyle, DeltaKind, answer_of, answer_style
+from serinus.text import AnswerDelta, AnswerParser, AnswerStyle, DeltaKind, answer_of, answer_style, parts_of
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {
@@ -142,7 +142,7 @@ def test_each_family_of_calls_is_read_from_the_whole_and_from_single_characters(
     name: str, text: str, content: str
 ) -> None:
     for pieces in ([text], list(text)):
-        answer = answer_of(run(parser_of(name), pieces))
+        answer = answer_of(parts_of(run(parser_of(name), pieces)))
         assert [call.name for call in answer.calls] == ["get_weather", "now"]
         assert [json.loads(call.arguments) for call in answer.calls] == [WEATHER, {}]
         assert answer.content == content
@@ -152,7 +152,7 @@ def test_each_family_of_calls_is_read_from_the_whole_and_from_single_characters(
 @pytest.mark.parametrize(("name", "text"), BROKEN)
 def test_a_broken_call_is_text_as_it_was_written(name: str, text: str) -> None:
     for pieces in ([text], list(text)):
-        answer = answer_of(run(parser_of(name), pieces))
+        answer = answer_of(parts_of(run(parser_of(name), pieces)))
         assert not answer.calls
         assert answer.content == text
 
@@ -160,7 +160,7 @@ def test_a_broken_call_is_text_as_it_was_written(name: str, text: str) -> None:
 def test_a_good_call_behind_a_broken_one_is_found() -> None:
     text = 'a <tool_call><tool_call>{"name": "fly"} <tool_call>{"name": "now"}</tool_call> b'
     for pieces in ([text], list(text)):
-        answer = answer_of(run(parser_of("hermes"), pieces))
+        answer = answer_of(parts_of(run(parser_of("hermes"), pieces)))
         assert [call.name for call in answer.calls] == ["now"]
         assert answer.content == 'a <tool_call><tool_call>{"name": "fly"} b'
 
@@ -175,7 +175,7 @@ PAIRS = {
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("city", ["\n# Rome\n\n", "\n", "", " 5\n"])
 def test_a_text_keeps_the_line_feeds_around_it(name: str, city: str) -> None:
-    (call,) = answer_of(run(parser_of(name), [PAIRS[name].format(city)])).calls
+    (call,) = answer_of(parts_of(run(parser_of(name), [PAIRS[name].format(city)]))).calls
     assert json.loads(call.arguments) == {"city": city}
 
 
@@ -225,14 +225,14 @@ def test_a_bare_value_is_what_its_schema_allows(schema: Any, written: str, value
     for name, text in PAIRS.items():
         parser = answer_style("", tool_call_parser=name).parser(prompt="", tools=tools, reasoning=False)
         assert parser is not None
-        (call,) = answer_of(run(parser, [text.format(written)])).calls
+        (call,) = answer_of(parts_of(run(parser, [text.format(written)]))).calls
         assert repr(json.loads(call.arguments)) == repr({"city": value}), name
 
 
 def test_a_call_goes_on_with_the_header_that_the_prompt_has_begun() -> None:
     text = f" to=functions.get_weather<|channel|>commentary json<|message|>{ARGS}<|call|>"
     for pieces in ([text], list(text)):
-        answer = answer_of(run(parser_of("openai", "<|start|>assistant"), pieces))
+        answer = answer_of(parts_of(run(parser_of("openai", "<|start|>assistant"), pieces)))
         assert [(call.name, call.arguments) for call in answer.calls] == [("get_weather", ARGS)]
         assert answer.content == ""
 
@@ -311,7 +311,7 @@ def letters(text: str, thinks: str, is_open: bool, thought: bool) -> list[str]:
 )
 def test_thoughts_are_split_from_the_answer(name: str, prompt: str, text: str, reasoning: str, content: str) -> None:
     for pieces in ([text], list(text)):
-        answer = answer_of(run(parser_of("none", prompt, tools=False, reasoning=name), pieces))
+        answer = answer_of(parts_of(run(parser_of("none", prompt, tools=False, reasoning=name), pieces)))
         assert (answer.reasoning, answer.content) == (reasoning, content)
 
 
@@ -333,7 +333,7 @@ def test_thoughts_go_on_where_the_last_message_has_left_them(
 ) -> None:
     for pieces in ([text], list(text)):
         parser = parser_of("none", f"What is <think>?<|assistant|>{said}", tools=False, reasoning=name, said=said)
-        answer = answer_of(run(parser, pieces))
+        answer = answer_of(parts_of(run(parser, pieces)))
         assert (answer.reasoning, answer.content) == (reasoning, content)
 
 

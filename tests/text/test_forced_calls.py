@@ -20,6 +20,7 @@ from serinus.text import (
     answer_of,
     answer_style,
     forced_tag,
+    parts_of,
 )
 
 TOOLS: dict[str, dict[str, Any]] = {
@@ -68,7 +69,7 @@ def style_of(form: str) -> tuple[AnswerStyle, str]:
 def read(style: AnswerStyle, text: str, tools: dict[str, dict[str, Any]]) -> WholeAnswer:
     parser = style.parser(prompt="", tools=tools, reasoning=False, forced=True)
     assert parser is not None
-    return answer_of([*(delta for char in text for delta in parser.feed(char)), *parser.end()])
+    return answer_of(parts_of([*(delta for char in text for delta in parser.feed(char)), *parser.end()]))
 
 
 @pytest.fixture(scope="module")
