@@ -12,6 +12,7 @@ from typing import Any, Final
 from serinus.core.bounds import is_unicode
 from serinus.core.errors import ConfigError
 from serinus.core.ids import new_rid
+from serinus.core.json_line import one_line
 from serinus.core.shown import shown
 
 BATCH_URLS: Final = ("/v1/chat/completions", "/v1/completions")
@@ -118,7 +119,10 @@ def bad_line(line: BadLine) -> bytes:
 
 def _line(custom_id: str | None, **rest: Any) -> bytes:
     found = {"id": f"batch_req_{new_rid()}", "custom_id": custom_id, **rest}
-    return json.dumps(found, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"  # as JSON escapes them
+    text = json.dumps(found, ensure_ascii=False).encode(
+        errors="backslashreplace"
+    )  # of half characters
+    return one_line(text) + b"\n"
 
 
 def done_before(path: str) -> tuple[set[str], set[int]]:

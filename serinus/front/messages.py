@@ -13,7 +13,6 @@ from serinus.front.blocks import Block, BlockRenderer, chat_body, fresh_id, name
 from serinus.front.conversation import Conversation, prepare
 from serinus.front.exchange import HttpExchange
 from serinus.front.parse import fields_as
-from serinus.front.render import encode
 from serinus.front.response_items import text_field
 from serinus.front.schemas import ChatBody, JsonSchemaFormat, ResponseFormat
 from serinus.front.state import Front
@@ -158,7 +157,7 @@ def _messages_of(where: str, message: dict[str, Any]) -> list[dict[str, Any]]:
             given = block.get("input") or {}
             if not isinstance(given, dict):
                 raise BadRequest(f"{at}.input", given, "an object")
-            function = {"name": text_field(at, block, "name"), "arguments": encode(given).decode()}
+            function = {"name": text_field(at, block, "name"), "arguments": msgspec.json.encode(given).decode()}
             call = {"id": text_field(at, block, "id"), "type": "function", "function": function}
             said.setdefault("tool_calls", []).append(call)
         elif kind == "thinking" and role == "assistant":

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from serinus.core.json_line import one_line
 from serinus.core.request import FinishReason, TokenLogprobs
 from serinus.front.calls import Call, Event, SequenceState
 from serinus.front.exchange import HttpExchange
@@ -20,12 +21,16 @@ _DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment of server-sent events: clients pass over it, proxies see that the connection lives."""
 _ENCODER = msgspec.json.Encoder()
-encode = _ENCODER.encode
+
+
+def encode(value: Any) -> bytes:
+    """JSON of one line for every reader."""
+    return one_line(_ENCODER.encode(value))
 
 
 def event(value: Any) -> bytes:
     """A value as one server-sent event."""
-    return b"data: " + _ENCODER.encode(value) + b"\n\n"
+    return b"data: " + encode(value) + b"\n\n"
 
 
 async def stream(

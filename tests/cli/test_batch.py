@@ -134,6 +134,17 @@ def test_half_a_character_in_an_answer_is_written_as_it_came(tmp_path: Path) -> 
     assert row["response"]["body"] == {"text": "\ud800"}
 
 
+def test_a_line_of_an_answer_is_one_line_for_every_reader(tmp_path: Path) -> None:
+    """Those of Python's str.splitlines end lines at more than JSON escapes."""
+    (found,) = lines_of(str(write(tmp_path / "in.jsonl", ask("x"))))
+    assert isinstance(found, BatchLine)
+    text = "".join(map(chr, range(0x3000))) + "é\n"
+    line = answer_line(found, 200, "", json.dumps({"text": text}).encode()).decode()
+    assert line.splitlines() == [line[:-1]]
+    assert json.loads(line)["response"]["body"] == {"text": text}
+    assert "é" in line
+
+
 def test_lines_are_counted_as_editors_do_and_bodies_stay_as_they_are(tmp_path: Path) -> None:
     found = list(lines_of(str(write(tmp_path / "in.jsonl", "", ask("a"), "   ", ask("ä")))))
     assert [(line.number, line.custom_id) for line in found] == [(2, "a"), (4, "ä")]

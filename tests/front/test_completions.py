@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
 
@@ -177,6 +179,15 @@ def test_values_that_ask_for_nothing_are_taken(front: RunningFront) -> None:
         answer = front.post("/v1/completions", {**plain, **values})
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["text"] == front.post("/v1/completions", plain).json()["choices"][0]["text"]
+
+
+def test_an_event_of_a_stream_is_one_line_for_every_reader(front: RunningFront) -> None:
+    """That of httpx ends lines where Python's str.splitlines does."""
+    prompt = "a\x85b\u2028c\u2029d\x0b\x0c\x1c\r\n"
+    body = {"prompt": prompt, "max_tokens": 0, "echo": True, "stream": True}
+    with front.http.stream("POST", "/v1/completions", json=body) as response:
+        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    assert "".join(choice["text"] for event in events for choice in event["choices"]) == prompt
 
 
 def test_echo_of_ids_shows_their_text_once_also_in_a_stream(front: RunningFront, tokenizer: Tokenizer) -> None:
