@@ -94,6 +94,16 @@ class ChunkReady:
         return self.spans[0].pages
 
 
+def beyond(found: Mapping[str, int], held: int) -> dict[str, int]:
+    """Tokens found by tier, nearest first, less the first `held` of them: those decode has, and counts."""
+    beyond: dict[str, int] = {}
+    for tier, count in found.items():
+        if count > held:
+            beyond[tier] = count - held
+        held = max(0, held - count)
+    return beyond
+
+
 # ---- where pages came from ----------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from serinus.core.handoff import PageTrace
+from serinus.core.handoff import PageTrace, beyond
 from serinus.core.parts import PageSpan
 from serinus.core.request import Request
 from serinus.pd.actions import Landed, Recompute
@@ -34,6 +34,8 @@ class DecodeHandoff:
     started: float = 0.0
     """When its pages were there."""
     held: int = 0
+    told: int = 0
+    """What PREPARE said of it: less, where it went out before there were pages."""
     spans: tuple[PageSpan, ...] = ()
     """Empty = no pages yet."""
     peer: str = ""
@@ -54,7 +56,7 @@ class DecodeHandoff:
     def prepare(self, deadline_s: float, now: float) -> Prepare:
         """The message that asks for the prompt to be computed, with what is left of its timeout; where the grant is
         open, as GRANT too."""
-        request = self.request
+        request, self.told = self.request, self.held
         if request.timeout_s:
             request = replace(request, timeout_s=max(_LEFT_S_MIN, request.arrival + request.timeout_s - now))
         return Prepare(
@@ -93,7 +95,7 @@ class DecodeHandoff:
             confirm_seconds=now - since if since is not None else 0.0,
             engine=engine,
             backend=backend,
-            cached_tokens=_believable(done.cached_tokens, len(self.request.prompt)),
+            cached_tokens=self._cached_there(done, account.source.page_size),
             queue_seconds=done.queue_seconds,
             compute_seconds=done.compute_seconds,
             traces=tuple(
@@ -109,6 +111,12 @@ class DecodeHandoff:
                 for part, span in account.spans.items()
             ),
         )
+
+    def _cached_there(self, done: Done, page_size: int) -> dict[str, int]:
+        """What the peer found cached of the tokens that are not held here. It counts those behind what PREPARE said of
+        these, as far as they are whole pages of its own."""
+        found = _believable(done.cached_tokens, len(self.request.prompt))
+        return beyond(found, self.held - self.told // page_size * page_size)
 
 
 def _believable(cached_tokens: Mapping[str, int], prompt_tokens: int) -> dict[str, int]:

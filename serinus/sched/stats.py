@@ -121,13 +121,3 @@ def sched_stats(
         in_flight=in_flight,
         totals=replace(totals, cached_tokens=dict(totals.cached_tokens)),
     )
-
-
-def beyond(found: Mapping[str, int], held: int) -> dict[str, int]:
-    """Tokens found by tier, nearest first, less the first `held` of them: those decode has, and counts."""
-    beyond: dict[str, int] = {}
-    for tier, count in found.items():
-        if count > held:
-            beyond[tier] = count - held
-        held = max(0, held - count)
-    return beyond

@@ -14,6 +14,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from serinus.core.handoff import beyond
 from serinus.core.plan import SeqWork, StepPlan, WorkAhead
 from serinus.sched.admission import Admission
 from serinus.sched.batch import NONE_BARRED, Batch
@@ -26,7 +27,7 @@ from serinus.sched.queues import admission_order
 from serinus.sched.request_queues import RequestQueues
 from serinus.sched.request_state import Phase, ReqState
 from serinus.sched.settings import SchedSettings
-from serinus.sched.stats import Outcome, Totals, beyond
+from serinus.sched.stats import Outcome, Totals
 from serinus.sched.step_pace import StepPace
 
 _ENDLESS = 1 << 62

@@ -69,6 +69,20 @@ def test_a_prompt_that_turns_out_to_be_cached_is_taken_back(toy: Path) -> None:
     assert both.prefill.built.metrics.by_labels("num_bootstrap_failed_reqs") == {}, "that is no failure"
 
 
+def test_tokens_that_both_engines_have_cached_count_once(toy: Path) -> None:
+    """Also where the prompt was asked for before decode knew what it has, or prefill's pages are larger."""
+    for early, page_size in ((True, 4), (False, 16), (True, 16)):
+        both = pair(toy, max_total_tokens=256, optimistic_prefill=early, prefill_settings={"page_size": page_size})
+        both.prefill.add("guest", list(range(1, 50)), 1)
+        both.add("a", list(range(1, 46)), 1)
+        both.run_until_idle()
+        both.add("b", list(range(1, 61)), 1)
+        both.run_until_idle()
+        usage = both.deltas["b"][-1].usage
+        assert usage is not None
+        assert (dict(usage.cached_tokens), usage.handoff_tokens) == ({"device": 48}, 16), f"early {early}, {page_size}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_any_mix_of_arrivals_turns_and_aborts_with_early_orders_leaves_nothing(toy: Path, seed: int) -> None:
