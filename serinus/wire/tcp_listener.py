@@ -34,7 +34,10 @@ STRANGER_BYTES_MAX: Final = 128 << 10
 STRANGER_MESSAGES_MAX: Final = 16
 """Messages and commands of a stranger."""
 STRANGER_S_MAX: Final = 10.0
-"""A stranger is trusted within this, or goes."""
+"""A stranger is trusted within this, or goes. Only time in which we listened counts..."""
+_LISTENED_S_MAX: Final = 1.0
+"""...of that between two calls of `take` so much: a greeting takes several answers of ours, each of which waits for the
+end of a step of the engine."""
 LEAVE_S_MAX: Final = 10.0
 """A peer that we end the connection of has this long to read what was sent and hang up."""
 _READS_QUEUED_MAX: Final = 16
@@ -53,6 +56,7 @@ _ASKS: Final = 5
 class _Connection:
     routing_id: bytes
     since: float
+    """In seconds that we listened."""
     reader: ZmtpReader = field(default_factory=lambda: ZmtpReader(STRANGER_BYTES_MAX))
     peer: str = ""
     """Its name; empty = it sent no message yet."""
@@ -74,7 +78,8 @@ class TcpListener:
         be bound."""
         self._clock = clock
         self._ask_s = silence_s / _ASKS
-        self._asked_at = clock.now()
+        self._asked_at = self._taken_at = clock.now()
+        self._listened_s = 0.0
         self._message_bytes_max = message_bytes_max
         self._connections: dict[bytes, _Connection] = {}
         self._peers: dict[str, _Connection] = {}
@@ -107,19 +112,21 @@ class TcpListener:
 
     def take(self, ready: dict[Any, int], events: list[ChannelEvent]) -> None:
         """What came, and the peers that are gone. Called in every turn, whether the socket is ready or not."""
+        now = self._clock.now()
+        self._listened_s += min(now - self._taken_at, _LISTENED_S_MAX)
+        self._taken_at = now
         if self._socket in ready:
             for _ in range(_READS_MAX):
                 if not has_message(self._socket):
                     break
                 routing_id, chunk = self._socket.recv(zmq.NOBLOCK), self._socket.recv(zmq.NOBLOCK)
                 self._read(routing_id, chunk, events)
-        now = self._clock.now()
         for routing_id, since in list(self._leaving.items()):
             if now - since <= LEAVE_S_MAX and len(self._leaving) <= STRANGERS_MAX:
                 break  # the others began to leave later
             self._end(routing_id)
         for stranger in list(self._strangers.values()):
-            if now - stranger.since <= STRANGER_S_MAX:
+            if self._listened_s - stranger.since <= STRANGER_S_MAX:
                 break  # the others are younger
             self._cut(stranger, f"it was not greeted within {STRANGER_S_MAX:g} s", "slow")
         if self._ask_s and now - self._asked_at >= self._ask_s:
@@ -205,7 +212,7 @@ class TcpListener:
             oldest = next(iter(self._strangers.values()))
             goes = next((each for each in self._strangers.values() if not each.peer), oldest)
             self._cut(goes, f"{STRANGERS_MAX} others wait to be greeted", "crowded")
-        connection = _Connection(routing_id=routing_id, since=self._clock.now())
+        connection = _Connection(routing_id=routing_id, since=self._listened_s)
         self._connections[routing_id] = self._strangers[routing_id] = connection
         self._answer(connection)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 import zmq
 
-from serinus.core.clock import WallClock
+from serinus.core.clock import Clock, ManualClock, WallClock
 from serinus.core.errors import ConfigError
 from serinus.wire import Arrived, ChannelEvent, Gone, ZmqChannel, wait_any
 from tests.children import children
@@ -38,8 +40,8 @@ while True:
 def channels() -> Iterator[Callable[..., ZmqChannel]]:
     made: list[ZmqChannel] = []
 
-    def make(bind: str = "", silence_s: float = 0.0) -> ZmqChannel:
-        made.append(ZmqChannel(bind, silence_s=silence_s))
+    def make(bind: str = "", silence_s: float = 0.0, clock: Clock | None = None) -> ZmqChannel:
+        made.append(ZmqChannel(bind, silence_s=silence_s, clock=clock))
         return made[-1]
 
     yield make
@@ -214,6 +216,32 @@ def test_what_is_sent_over_a_connection_that_broke_just_now_is_dropped_and_the_e
     while not ends:
         ends = client.poll(5.0)
     assert [type(end) for end in ends] == [Gone]
+
+
+def test_a_newcomer_has_its_time_only_while_the_listener_is_called(channels: Callable[..., ZmqChannel]) -> None:
+    """An engine calls it once a step, and each of the answers of a greeting waits for that."""
+    clock = ManualClock()
+    server = channels("tcp://127.0.0.1:0", clock=clock)
+    greeting = (b"\xff" + bytes(7) + b"\x01\x7f\x03\x01NULL").ljust(64, b"\0")
+    ready = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+    host, _, port = server.address.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=0.01) as raw:
+        for said, answer_bytes in ((b"", 64), (greeting, len(ready))):
+            raw.sendall(said)
+            while answer_bytes:
+                assert not server.poll(0.1)
+                assert not server.cut_off
+                with contextlib.suppress(TimeoutError):
+                    answer_bytes -= len(raw.recv(answer_bytes))
+            clock.advance(40.0)
+        raw.sendall(ready + b"\0\x05hello")
+        (hello,) = until(server)
+        assert isinstance(hello, Arrived)
+        assert not server.cut_off
+        for _ in range(10):
+            clock.advance(0.9)
+            server.poll(0.0)
+        assert server.cut_off == {"slow": 1}, "it says hello and is not trusted"
 
 
 @pytest.mark.slow
