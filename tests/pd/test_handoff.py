@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from serinus.pd import (
     AbortPrefill,
+    AddPrefill,
     CancelHandoff,
     ClosePeer,
     DecodeSide,
@@ -387,13 +389,19 @@ def test_both_sides_give_signs_of_life() -> None:
     assert side.peers[0].queue_s == 3.0 + 0.5 * sent_tokens, "as it said, and what was sent there since"
 
 
-def test_a_connection_that_takes_the_place_of_another_is_told_to_the_other() -> None:
+def test_a_decode_engine_that_knows_two_names_of_this_one_is_served_over_both_connections() -> None:
+    """Its own settings say localhost, say, and a router an address. It would connect anew to the one that is cut."""
     side = PrefillSide(make_settings("p", 2))
     hello = Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here")
+    prepare = Prepare(xid="x", grant=1, request=make_request("r", 9), held=0)
     tell(side, "in-1", hello)
+    tell(side, "in-1", prepare)
     out = tell(side, "in-2", hello)
-    assert [(s.peer, type(s.message)) for s in of_type(out, Send)] == [("in-1", HelloNo), ("in-2", HelloOk)]
-    assert [client.peer for client in side.clients] == ["in-2"]
+    assert [(s.peer, type(s.message)) for s in of_type(out, Send)] == [("in-2", HelloOk)]
+    assert [client.peer for client in side.clients] == ["in-1", "in-2"]
+    out = tell(side, "in-2", msgspec.structs.replace(prepare, xid="y", grant=2))
+    assert [action.xid for action in of_type(out, AddPrefill)] == ["y"]
+    assert [action.xid for action in of_type(side.handle(Gone(peer="in-1", reason="cut"), 1.0), AbortPrefill)] == ["x"]
 
 
 def test_requests_cannot_make_us_know_addresses_without_bound() -> None:
