@@ -117,11 +117,11 @@ class DecodeSide:
 
     def least_loaded(self) -> str:
         """Of the configured prefill engines that are up, the address of the one with the least load, which counts one
-        request more from now on; empty = none is up."""
+        request more from now on; one that stands still only where all do. Empty = none is up."""
         up = [peer for peer in self._registry if peer.pinned and peer.state is PeerState.UP]
         if not up:
             return ""
-        least = min(up, key=lambda peer: peer.load)
+        least = min(up, key=lambda peer: (peer.pulse.stands_still, peer.load))
         least.load += 1
         return least.address
 

@@ -51,3 +51,20 @@ def test_of_configured_engines_a_burst_goes_to_each_by_its_load_before_any_of_th
     assert [side.least_loaded() for _ in range(6)] == ["p1", "p1", "p1", "p2", "p1", "p2"], "p3 is not up"
     tell(side, "p1#1", Keepalive(load=9))
     assert side.least_loaded() == "p2", "what it says itself counts anew"
+
+
+def test_a_configured_engine_that_stands_still_is_asked_only_where_all_do() -> None:
+    """Its load is what it last said: what is sent to it waits until it is declared gone."""
+    side = DecodeSide(make_settings("d", 1))
+    for number in (1, 2):
+        side.handle(WantPeer(address=f"p{number}"), 0.0)
+        tell(side, f"p{number}#{number}", HelloOk(engine="p", role="prefill", backend="shm", layout=LAYOUT))
+    for second in range(1, 10):
+        tell(side, "p2#2", Keepalive(load=5), float(second))
+        side.handle(Tick(), float(second))
+    assert [side.least_loaded() for _ in range(3)] == ["p2"] * 3
+    tell(side, "p1#1", Keepalive(), 9.0)
+    assert side.least_loaded() == "p1", "it moves again"
+    for second in range(10, 20):
+        side.handle(Tick(), float(second))
+    assert side.least_loaded() == "p1", "nothing was heard of either"
