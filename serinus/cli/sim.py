@@ -173,9 +173,14 @@ def _range(text: str | None, endless: bool) -> Iterator[int]:
         return count() if endless else iter(range(1000))
     first, dots, last = text.partition("..")
     try:
-        return count(int(first)) if endless and not dots else iter(range(int(first), int(last)))
+        if endless and not dots:
+            return count(int(first))
+        seeds = range(int(first), int(last))
     except ValueError:
         raise UsageProblem(f"--seeds is {text!r}, expected A..B, for example 0..2000") from None
+    if not seeds:
+        raise UsageProblem(f"--seeds is {text!r}, which are none, expected A below B")
+    return iter(seeds)
 
 
 def _begin() -> None:

@@ -35,6 +35,8 @@ def test_a_schedule_from_a_file_is_run_and_described(tmp_path: Path, capsys: pyt
     ("words", "said"),
     [
         (["--seeds", "5"], "--seeds is '5', expected A..B"),
+        (["--seeds", "5..3"], "--seeds is '5..3', which are none"),
+        (["--seeds", "5..5", "--minutes", "1"], "--seeds is '5..5', which are none"),
         (["--backend", "pigeon"], "expected local, shm, tcp, push, pull or ipc"),
         (["--shape", "round"], "expected full, sliding or latent"),
         (["--workers", "0"], "--workers is 0, expected at least 1"),
