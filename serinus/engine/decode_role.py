@@ -100,7 +100,7 @@ class DecodeRole(PortRole):
             self._metrics.add("num_recomputed_requests", 1, code)
 
     def turn(self, now: float, messages: Sequence[PeerMessage | Gone], turns: int) -> list[TokenDelta]:
-        for reservation in self._scheduler.take_reservations(now, self._paces(), self._still()):
+        for reservation in self._scheduler.take_reservations(now, self._paces(), self.port.machine.still):
             request = reservation.request
             self._metrics.observe("kv_transfer_alloc_ms", 1e3 * (now - request.arrival))
             start = StartHandoff(
@@ -123,10 +123,6 @@ class DecodeRole(PortRole):
         these stand in a prefill engine's line already when it is decided where they are computed."""
         up = [] if self._optimistic else [p for p in self.port.machine.peers if p.state is PeerState.UP]
         return {peer.address: PrefillPace(queue_s=peer.queue_s, token_s=peer.token_s) for peer in up}
-
-    def _still(self) -> frozenset[str]:
-        """Addresses of prefill engines that stand still."""
-        return frozenset(peer.address for peer in self.port.machine.peers if peer.pulse.stands_still)
 
     def computed(self, chunks: Sequence[ChunkReady], now: float) -> None:
         assert not chunks, f"engine: {len(chunks)} chunks for peers, expected none in a decode engine"

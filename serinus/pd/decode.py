@@ -121,7 +121,8 @@ class DecodeSide:
         up = [peer for peer in self._registry if peer.pinned and peer.state is PeerState.UP]
         if not up:
             return ""
-        least = min(up, key=lambda peer: (peer.pulse.stands_still, peer.load))
+        still = self.still
+        least = min(up, key=lambda peer: (peer.address in still, peer.load))
         least.load += 1
         return least.address
 
@@ -129,6 +130,12 @@ class DecodeSide:
     def peers(self) -> tuple[Peer, ...]:
         """All known prefill engines; read only."""
         return tuple(self._registry)
+
+    @property
+    def still(self) -> frozenset[str]:
+        """Addresses of the prefill engines that stand still."""
+        every_s = self._settings.keepalive_s
+        return frozenset(peer.address for peer in self._registry if peer.pulse.stands_still(every_s))
 
     @property
     def handoff_count(self) -> int:

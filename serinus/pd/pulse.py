@@ -13,7 +13,8 @@ _TICK_S_MAX = 1.0
 _STEPS = 4
 """A peer may be silent for so many of its longest steps."""
 _STILL_S = 5.0
-"""A peer that says nothing for so long, and for one of its longest steps, stands still."""
+_STILL_KEEPALIVES = 3
+"""A peer that says nothing for so long, for so many keepalives, and for one of its longest steps, stands still."""
 _LATELY_S = 600.0
 """A long step is remembered for at least this, at most twice this."""
 
@@ -58,11 +59,10 @@ class Pulse:
         """True where it was silent for longer than its steps explain; never patient beyond `longest_s`."""
         return self.silent_s > max(silence_s_max, min(_STEPS * self.step_s, longest_s))
 
-    @property
-    def stands_still(self) -> bool:
-        """Whether it was silent for longer than a step and some lost keepalives explain: what it owes may not come for
-        long, and it may still be there."""
-        return self.silent_s > _STILL_S + self.step_s
+    def stands_still(self, every_s: float) -> bool:
+        """Whether it was silent for longer than a step and some lost keepalives (one is due `every_s`) explain: what it
+        owes may not come for long, and it may still be there."""
+        return self.silent_s > max(_STILL_S, _STILL_KEEPALIVES * every_s) + self.step_s
 
     def heard(self) -> None:
         """A message came: the silence is over."""

@@ -69,6 +69,21 @@ def test_the_priority_of_a_request_is_known_to_the_caches_of_both_sides(toy: Pat
         assert built.cache.probe("", np.asarray(kept, np.int32)).device == 20
 
 
+def test_equal_prompts_wait_for_the_first_of_them_also_where_engines_give_seldom_a_sign_of_life(toy: Path) -> None:
+    both = pair(toy, keepalive_s=10.0)
+    both.add("before", [9] * 9, 1)
+    both.run_until_idle()
+    for _ in range(32):  # 8 s without a word
+        both.clock.advance(0.25)
+        both.turn_decode()
+        both.turn_prefill()
+    for rid in ("a", "b", "c"):
+        both.add(rid, list(range(1, 42)), 1)
+    both.run_until_idle()
+    came = [usage.handoff_tokens for rid in ("a", "b", "c") if (usage := both.deltas[rid][-1].usage) is not None]
+    assert came == [41, 1, 1]
+
+
 def test_metrics_say_where_the_pages_are_and_how_many_went(toy: Path) -> None:
     both = pair(toy, max_total_tokens=64)
     for rid, first in (("a", 1), ("b", 2)):
