@@ -255,6 +255,24 @@ def test_the_receipt_of_a_healed_answer_tells_why_and_how(toys: dict[str, Path])
     assert engine.tokens("one") == toy_continue(engine.built.spec, [*SHARED[0], 201], 20)
 
 
+def test_an_answer_that_a_stop_text_ends_as_it_is_healed_has_the_receipt_of_what_it_was_computed_on(
+    toys: dict[str, Path],
+) -> None:
+    engine = Watched(toys["full"], **ROTATING, kv_canary_stream="confirmed")
+    prompt = [*SHARED[0], 201]
+    add(engine, "one", prompt, 60, stream=True)
+    run_until(engine, "one", 12)
+    damage(engine, "one", 8)
+    engine.abort("one", matched=True)
+    while engine.end_of("one").finish is None:
+        engine.turn()
+    answer, each = engine.tokens("one"), receipt(engine, "one")
+    assert (heals(engine, "recomputed"), engine.end_of("one").finish) == (1, FinishReason.STOP)
+    assert answer == toy_continue(engine.built.spec, prompt, len(answer))
+    assert (each.heals, each.slots_checked) == (1, each.slots_due)
+    assert each.horizon == sum(each.sources.values()) >= len(prompt) + len(answer) - 1
+
+
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_a_request_is_verified_before_it_gives_its_pages_back(toys: dict[str, Path], is_damaged: bool) -> None:
     engine = Watched(toys["full"], **{**ROTATING, "kv_canary_coverage": "rotating:64"}, max_total_tokens=240)
