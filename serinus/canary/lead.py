@@ -207,7 +207,7 @@ class CanaryLead:
             "slots_checked": sum(each.slots_checked for _, each in answers),
             "last_verified_seconds": self._last_verified(),
             "checks": by_check(answer for _, answer in answers),
-            "violations": sum(each.total for _, each in answers),
+            "violations": self.violations.total,
             "pages": self.health.view(),
             **self._findings.view(),
         }

@@ -105,6 +105,7 @@ def test_a_page_that_was_damaged_on_the_host_is_not_stored_and_is_reported(
     assert {each.tag[:5] for each in found} == {"HOST_"}
     assert {each.owner[:5] for each in found} == {"host "}
     assert len(found) == engine.lead.incidents.total == (2 if damage is exchanged else 1)
+    assert engine.lead.view()["violations"] == len(found), "`serinus canary show` ends with 1 where there are some"
     engine.ask("b", PROMPTS[1])
     assert engine.ask("c", PROMPTS[0]) == toy_continue(spec, PROMPTS[0], 4)
     assert all(engine.has(PROMPTS[0])), "the device's copy was sound: copied again, and stored"
