@@ -13,6 +13,7 @@ import torch
 from serinus.core.request import FinishReason, KvIntegrity, Request
 from serinus.core.sampling import SamplingParams
 from serinus.core.stamps import chain_hashes
+from serinus.engine.healing import TokenBudget
 from serinus.kernels import Kernels, load
 from serinus.selftest.mutants import WEAKNESSES
 from serinus.testing.oracle import toy_continue
@@ -152,6 +153,12 @@ def test_the_budget_of_recomputed_tokens_is_kept(toys: dict[str, Path]) -> None:
         engine.run()
     assert engine.finish("one") is FinishReason.LENGTH
     assert "--kv-canary-heal-tokens-per-second, 1, is used up" in engine.end_of("two").error
+
+
+def test_the_budget_of_recomputed_tokens_grows_with_time_to_what_ten_seconds_allow() -> None:
+    budget = TokenBudget(100)
+    asked = [(0, 0.0), (1000, 0.0), (1000, 0.5), (1060, 0.5), (1060, 1.0), (3060, 99.0), (4061, 99.0)]
+    assert [budget.allows(spent, now) for spent, now in asked] == [True, False, True, False, True, True, False]
 
 
 def test_a_healed_request_can_be_aborted_while_it_waits(toys: dict[str, Path]) -> None:
