@@ -10,7 +10,7 @@ the pages are innocent, and the request alone is touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -76,6 +76,9 @@ class Requests(Protocol):
     def dropped(self) -> frozenset[str]:
         """Requests that began again since the oldest step under way was planned: what it found of them is of KV
         that is not used any more."""
+
+    def unloaded(self) -> frozenset[str]:
+        """Those of them whose KV never came from the host: what it found of them is no fault."""
 
 
 class Judge:
@@ -182,7 +185,7 @@ class _Case:
         if rid not in self._verified:
             row = self._requests.computed_pages(rid)
             self._ends[rid] = 0 if row is None else len(row.tokens)
-            found = () if row is None or not len(row.tokens) else self._verify({rid: row})
+            found = () if row is None or not len(row.tokens) else self._verify({rid: replace(row, row=0)})
             self._verified[rid] = tuple(dict.fromkeys((each.part, each.page) for each in found))
         return self._verified[rid] if violation.position < self._ends[rid] else ((part, page),)
 

@@ -207,7 +207,7 @@ class CanaryLead:
             "slots_checked": sum(each.slots_checked for _, each in answers),
             "last_verified_seconds": self._last_verified(),
             "checks": by_check(answer for _, answer in answers),
-            "violations": sum(each.total for _, each in answers),
+            "violations": self.violations.total,
             "pages": self.health.view(),
             **self._findings.view(),
         }
@@ -325,7 +325,13 @@ class CanaryLead:
         return [answer for _, answer in self._ask(CheckHost(number=self._number(), copies=copies))]
 
     def _overflowed(self, rank: int, overflow: RingOverflow) -> None:
-        """Anything that the check looked at may be wrong: its pages are condemned, its requests must not go on."""
+        """Anything that the check looked at may be wrong: its pages are condemned, its requests must not go on. Where
+        KV of some never came from the host, the violations are of that: the others are verified by themselves."""
+        if unloaded := self._requests.unloaded() & set(overflow.rids):
+            rows = {rid: self._requests.computed_pages(rid) for rid in overflow.rids if rid not in unloaded}
+            known = {rid: own for rid, own in rows.items() if own is not None and len(own.tokens)}
+            self._follow(self._verify(known) if known else ())
+            return
         where = f" of rank {self._names[rank]}" if self._names[rank] else ""
         reason = (
             f"KV integrity: {overflow.lost} violations more than the ring has rows for, {overflow.check},"
@@ -348,8 +354,9 @@ class CanaryLead:
         self._add(Verdict(rid=rid, reason=reason) for rid in overflow.rids)
 
     def _filed(self, findings: Iterable[tuple[int, object]]) -> list[Violation]:
-        """The violations, with what the leader knows of their pages. They and the injections are kept for reports."""
-        violations = []
+        """The violations, with what the leader knows of their pages. They and the injections are kept for reports.
+        Nothing is said of KV that never came from the host."""
+        violations, unloaded = [], self._requests.unloaded()
         users_of = remember(self._requests.users_of)  # a wrong page has many wrong slots, of several stamps each
         for rank, finding in findings:
             if isinstance(finding, Injection):
@@ -359,6 +366,8 @@ class CanaryLead:
                 self._overflowed(rank, finding)
                 continue
             assert isinstance(finding, Violation), f"canary: rank {rank} found {finding!r}, expected a Violation"
+            if finding.rid in unloaded:
+                continue
             violations.append(self._findings.add(rank, finding, users_of))
         return violations
 

@@ -127,6 +127,8 @@ class CanaryRank:
         self._given_up: deque[frozenset[str]] = deque(maxlen=settings.depth - 1)
         """Requests of the latest steps that were abandoned: a plan that was made before the leader knew of it may go on
         with them, on KV that is not there."""
+        self._unread: set[int] = set()
+        """Sequences that do: their rows are stamped behind stamps that are not there, and nothing is told of them."""
         self._passes: deque[tuple[int, tuple[str, ...]]] = deque([(0, ())], maxlen=_PASSES_KEPT)
         """Of the latest passes, the number of the first sequence, and the requests."""
         self._checking: tuple[str, ...] = ()
@@ -177,9 +179,9 @@ class CanaryRank:
         self.step_size = len(plan.work)
 
     def _begin(self, work: Sequence[SeqWork]) -> None:
-        base = self._passes[-1][0] + SEQUENCES
-        settings = self.settings
-        rids, rows, starts, wholes, chains = zip(*map(_READ, self._reading(work)), strict=True) if work else ((),) * 5
+        base, settings = self._passes[-1][0] + SEQUENCES, self.settings
+        read = map(_READ, self._reading(work, base))
+        rids, rows, starts, wholes, chains = zip(*read, strict=True) if work else ((),) * 5
         self._passes.append((base, rids))
         checks = StepChecks(step=self.steps, first_sequence=base, write_check=self._write_check(work), rids=rids)
         for part, lanes in self.parts.items():
@@ -315,9 +317,9 @@ class CanaryRank:
                 f"canary: part {lanes.part.name} had {news.due} slots to verify {lanes.check_of(ring)},"
                 f" {news.checked} were, lane by lane; expected the same: a canary that does not sing"
             )
-        self.violation_count += len(news.rows) + news.lost
-        step = self.steps if mark is None else mark.step
-        found: list[Violation | RingOverflow] = [self._violation(lanes, row, ring, step) for row in news.rows]
+        step, told = self.steps if mark is None else mark.step, [r for r in news.rows if r[-1] not in self._unread]
+        found: list[Violation | RingOverflow] = [self._violation(lanes, row, ring, step) for row in told]
+        self.violation_count += len(found) + news.lost
         if news.lost:
             rids = self._passes[-1][1] if mark is None else mark.rids
             found.append(self._overflow(lanes, ring, news.lost, step, rids))
@@ -418,12 +420,14 @@ class CanaryRank:
         if settings.divergence_interval and self.steps % settings.divergence_interval == 0:
             _log.info("%s", self.divergence_line())
 
-    def _reading(self, work: Sequence[SeqWork]) -> Sequence[SeqWork]:
+    def _reading(self, work: Sequence[SeqWork], base: int) -> Sequence[SeqWork]:
         """The work of a plan by what is verified of it: what goes on behind an abandoned step has nothing to read."""
         given_up = frozenset[str]().union(*self._given_up) if any(self._given_up) else _NOBODY
         self._given_up.append(_NOBODY)
         if not given_up:
             return work
+        self._unread = {name for name in self._unread if name >= self._passes[0][0]}
+        self._unread |= {base + place for place, each in enumerate(work) if each.rid in given_up}
         return [replace(each, start=0) if each.rid in given_up else each for each in work]
 
     def _write_check(self, work: Sequence[SeqWork]) -> WriteCheck | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serinus.core.plan import StepPlan
 from serinus.sched.request_state import ReqState
@@ -22,7 +22,11 @@ class OpenStep:
     """When it was planned."""
     outcome: Outcome
     """The part of the outcome that is known before the plan runs."""
+    unloaded: set[str] = field(default_factory=set)
+    """Requests of it whose KV never came from the host."""
 
-    def forget(self, state: ReqState) -> None:
-        """Drop what this step computes for a request, as the KV it reads could not be loaded."""
+    def forget(self, state: ReqState, *, unloaded: bool = False) -> None:
+        """Drop what this step computes for a request: the KV that it reads is wrong, or (`unloaded`) never came."""
+        if unloaded and state in self.states:
+            self.unloaded.add(state.rid)
         self.states = [None if each is state else each for each in self.states]

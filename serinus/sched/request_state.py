@@ -18,6 +18,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from operator import itemgetter
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -202,6 +204,8 @@ class ReqState:
     """Its tokens are given out when they are known to be right, not before."""
     right: int = field(init=False)
     """Tokens known to be right when it last gave its pages back: the prompt at least."""
+    settled: tuple[int, Mapping[str, int], int] = (0, MappingProxyType({}), 0)
+    """How far its KV was vouched for when it gave pages back, where that was farthest, with `found` and `landed`."""
     left: int = field(init=False)
     """Tokens given out, the prompt's included; more than `known` while it is computed again."""
     kept: list[TokenLogprobs] = field(default_factory=list)
@@ -385,8 +389,9 @@ class ReqState:
             self.history.add(token)
 
     def settle_right(self) -> None:
-        """Its pages go: note which of its tokens are known to be right."""
+        """Its pages go: note which of its tokens are known to be right, and what a receipt says of their KV."""
         self.right = max(self.right, min(self.known, self.verified + 1))
+        self.settled = self._farthest()
 
     def contradicts(self, token: int) -> bool:
         """Whether this is its next token, and another one was given out before a heal."""
@@ -476,10 +481,15 @@ class ReqState:
             kv_integrity=self._receipt(kept) if ends and self.verify_steps else None,
         )
 
+    def _farthest(self) -> tuple[int, Mapping[str, int], int]:
+        """What `settled` is to be by now."""
+        return max((self.verified, self.found, self.landed), self.settled, key=itemgetter(0))
+
     def _receipt(self, kept: int | None) -> KvIntegrity:
         tokens = self.known if kept is None else min(self.known, self.prompt_len + kept)
+        horizon, found, landed = self._farthest()
         slots = self.checked.close(self.computed, self.turn_size, self.verify_steps, self.verify_windows)
         return receipt(
-            self.checked, slots, stride=self.verify_steps, horizon=min(self.verified, tokens), sources=self.found,
-            peer=self.landed, heals=self.heals, chain=self.chain_at(tokens),
+            self.checked, slots, stride=self.verify_steps, horizon=min(horizon, tokens), sources=found, peer=landed,
+            heals=self.heals, chain=self.chain_at(tokens),
         )  # fmt: skip

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -255,6 +254,10 @@ class Scheduler:
         step = self._open[0]
         return frozenset(work.rid for work, state in zip(step.plan.work, step.states, strict=True) if state is None)
 
+    def unloaded(self) -> frozenset[str]:
+        """Those of them whose KV never came from the host."""
+        return frozenset(self._open[0].unloaded) if self._open else frozenset()
+
     def commit(self, plan: StepPlan, result: StepResult, now: float, checked: Sequence[int] = ()) -> Outcome:
         """Take in the result of the oldest step under way: append tokens, find stops, publish pages, announce chunks.
         The loads that the step waited for are settled first. `checked`: slots that a canary verified of each work;
@@ -321,7 +324,7 @@ class Scheduler:
         """Requests whose KV could not be loaded from the host start again: steps under way drop their results."""
         for state in self._requests.begin_again(self._allocator.take_failed()):
             for step in self._open:
-                step.forget(state)
+                step.forget(state, unloaded=True)
 
     # Decode side of a handoff
 
@@ -482,7 +485,7 @@ class Scheduler:
     def computed_pages(self, rid: str) -> OwnPages | None:
         """Its tokens as far as their KV is computed by steps that were committed, and its pages; None = unknown."""
         state = self._states.get(rid)
-        return None if state is None else replace(state.own_pages(state.computed), row=0)
+        return None if state is None else state.own_pages(state.computed)
 
     def sanity_check(self) -> None:
         """Queues, rows, pages and the ledger agree. Raises InvariantError. Cost: O(pages), not for every step."""

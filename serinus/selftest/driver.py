@@ -44,8 +44,9 @@ class EngineDriver:
         self.send(Request(rid=rid, prompt=ids, sampling=params, seed=seed, prefill_address=prefill, stream=stream))
 
     def abort(self, rid: str, *, matched: bool = False) -> None:
-        """Give a client's abort to the next turn. `matched`: its front found a stop text."""
-        self._messages.append(FrontMessage(front=_FRONT, message=Abort(rid=rid, reason="test", matched_stop=matched)))
+        """Give a client's abort to the next turn. `matched`: its front found a stop text, behind all that it got."""
+        abort = Abort(rid=rid, reason="test", matched_stop=matched, kept=len(self.tokens(rid)))
+        self._messages.append(FrontMessage(front=_FRONT, message=abort))
 
     def turn(self) -> list[TokenDelta]:
         """One turn of the engine and the work it gave to the ranks; what clients get of it."""

@@ -171,7 +171,7 @@ def test_a_fault_in_the_rows_that_are_kept_beside_is_a_violation_and_no_crash(tm
     assert engine.canary is not None
     (lanes,) = engine.canary.parts.values()
     seqs = started(engine, [A, B])
-    for wrong in (0, -7, 1 << 30, int(seqs[1].slots[3])):
+    for wrong in (0, -7, 1 << 30, int(seqs[1].slots[3]), int(seqs[0].slots[3]) + (1 << 16)):
         kept = int(lanes.written.table[seqs[0].row, 3])
         lanes.written.table[seqs[0].row, 3] = wrong
         decode(engine, seqs, 1)

@@ -177,6 +177,25 @@ def test_the_sweep_finds_a_whole_page_of_another_prompt(tmp_path: Path) -> None:
     assert {each[:2] for each in found(engine.violations)} == {(f"SWEEP_{half}_FULL", "VERIFY_TOKEN") for half in "KV"}
 
 
+def test_the_sweep_finds_a_page_of_the_same_tokens_behind_others(tmp_path: Path) -> None:
+    """Only the hash of what lies before it tells."""
+    engine = watched(tmp_path, "full", is_swept=True)
+    alike = list(range(90, 90 + PAGE))
+    asleep, other, runs = started(
+        engine, [[*range(20, 20 + PAGE), *alike], [*range(40, 40 + PAGE), *alike], PROMPTS[0]]
+    )
+    slots, positions = asleep.slots[: 2 * PAGE].tolist(), list(range(2 * PAGE))
+    page, source = ([int(seq.slots[PAGE]) // PAGE] for seq in (asleep, other))
+    sweep(engine, Part.FULL, slots, positions, asleep.prompt)
+    decode(engine, [runs], 1)
+    assert engine.violations == []
+    engine.pool.write_pages(np.array(page), engine.pool.read_pages(np.array(source)))
+    sweep(engine, Part.FULL, slots, positions, asleep.prompt)
+    decode(engine, [runs], 1)
+    first = page[0] * PAGE
+    assert found(engine.violations) == {(f"SWEEP_{half}_FULL", "VERIFY_CHAIN_HASH", first) for half in "KV"}
+
+
 @pytest.mark.parametrize("shape", ["full", "both"])
 def test_pages_that_arrive_are_held_against_the_requests_own_tokens(tmp_path: Path, shape: str) -> None:
     engine = watched(tmp_path, shape)

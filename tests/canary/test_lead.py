@@ -22,7 +22,8 @@ from serinus.canary import (
     Verdict,
     Violation,
 )
-from serinus.canary.commands import TellCounts
+from serinus.canary.commands import HostPages, TellCounts
+from serinus.canary.copies import CopyCheck
 from serinus.canary.perturb import Injection
 from serinus.core.clock import ManualClock
 from serinus.core.metrics import Metrics
@@ -217,17 +218,31 @@ def test_a_stamp_condemns_the_page_where_it_is_wrong_and_touches_all_its_users(b
     assert both.cache.probe("", np.arange(20, 29, dtype=np.int32)).device == 0
 
 
-@pytest.mark.parametrize("reason", [Reason.VERIFY_CHAIN_HASH, Reason.VERIFY_POSITION])
+def test_a_stamp_that_the_step_itself_wrote_condemns_its_page(both: TinyEngine) -> None:
+    """No check by itself reaches so far: that KV is not committed."""
+    line = line_to()
+    own = both.scheduler.prompt_pages("runs")
+    assert own is not None
+    page = int(own.spans[0].pages[2])
+    lead, found = lead_over(line, both), replace(violation("runs", page, Reason.VERIFY_TOKEN), position=11)
+    assert [verdict.rid for verdict in lead.judge([(0, found)])] == ["runs"]
+    assert page in both.cache.tiers.quarantine.banned[Part.FULL]
+
+
+@pytest.mark.parametrize(
+    ("reason", "offset"), [(Reason.VERIFY_CHAIN_HASH, 0), (Reason.VERIFY_CHAIN_HASH, 1), (Reason.VERIFY_POSITION, 0)]
+)
 def test_a_sweep_condemns_what_it_finds_and_the_page_before_where_that_may_be_at_fault(
-    engine: TinyEngine, reason: Reason
+    engine: TinyEngine, reason: Reason, offset: int
 ) -> None:
     lead = lead_over(line_to(), engine)
     own = engine.scheduler.prompt_pages("runs")
     assert own is not None
     first, second = own.spans[0].pages[:2].tolist()
     engine.run()
-    assert lead.judge([(0, replace(violation("", second, reason), tag="SWEEP_K_FULL", position=4))]) == ()
-    kept = 0 if reason is Reason.VERIFY_CHAIN_HASH else 4
+    found = replace(violation("", second, reason), tag="SWEEP_K_FULL", slot=4 * second + offset, position=4 + offset)
+    assert lead.judge([(0, found)]) == ()
+    kept = 0 if reason is Reason.VERIFY_CHAIN_HASH and not offset else 4
     assert engine.cache.probe("", np.arange(20, 29, dtype=np.int32)).device == kept
     assert (first in engine.cache.tiers.quarantine.banned[Part.FULL]) == (not kept)
 
@@ -243,6 +258,34 @@ def test_what_a_step_found_of_a_page_that_was_handed_out_since_is_nobodys_fault(
     assert lead.judge([(0, violation("runs", page))]) == (Verdict(rid="runs", reason=ANY_REASON.format(page=4 * page)),)
     lead.begin(PLAN)
     assert [each.rid for each in lead.judge([(0, replace(violation("", page), step=2))])] == ["late"]
+
+
+def test_a_page_that_is_handed_out_right_after_a_step_began_is_not_what_that_step_read() -> None:
+    engine = TinyEngine()
+    lead = lead_over(line_to(), engine)
+    lead.begin(PLAN)
+    engine.scheduler.add(make_request("late", list(range(70, 79)), max_new_tokens=8))
+    engine.step()
+    page = page_of(engine, "late")
+    assert [each.rid for each in lead.judge([(0, violation("before", page))])] == ["before"]
+    assert engine.cache.stats().pages.quarantined == 0
+
+
+def test_of_a_copy_on_the_host_as_much_is_kept_as_every_rank_found_sound() -> None:
+    engine = TinyEngine(host_pages=33)
+    engine.scheduler.add(make_request("runs", list(range(20, 37)), max_new_tokens=8, ignore_eos=True))
+    engine.step()
+    engine.run()
+
+    def answers(copies: tuple[HostPages, ...]) -> list[CanaryAnswer]:
+        return [CanaryAnswer(number=1, sound=(count,) * len(copies)) for count in (4, 2, 3)]
+
+    match = engine.cache.match_prefix("", np.arange(20, 36, dtype=np.int32), 16)
+    engine.cache.release(match.lease)
+    check = CopyCheck(CanarySettings(kv_canary="heal"), engine.cache, answers)
+    checked = check.verified(Part.FULL, int(match.pages[0]))
+    assert checked
+    assert {count for of_node in checked.values() for count in of_node.values()} == {2}
 
 
 def test_a_fault_that_is_found_in_every_step_is_one_incident_and_one_line(
@@ -378,6 +421,7 @@ def test_an_arrival_is_refused_for_its_own_damage_and_another_request_fails_with
     assert not lead.judge([])
     line.ranks[1].found = (violation("runs", page),)
     assert lead.arrived("sound", OWN).reason == "", "what is wrong elsewhere does not refuse this one"
+    assert lead.view()["pages"]["failed"] == [], "what came wrong is no failure of the page that took it"
 
 
 def test_of_several_ranks_the_one_that_verified_least_is_told(engine: TinyEngine) -> None:

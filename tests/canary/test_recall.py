@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,24 @@ import numpy as np
 import pytest
 import torch
 
-from serinus.cache import Tier
+from serinus.cache import Condemned, Tier
+from serinus.canary import Verdict, Violation
+from serinus.canary.recalls import Recalls
 from serinus.canary.violation import OVERFLOW
 from serinus.core.handoff import HandoffFinding, PageTrace
 from serinus.core.parts import PageSpan, Part
 from serinus.core.request import FinishReason
+from serinus.kernels import Reason
 from serinus.selftest import CanaryPDFixture, make_canary_toy
+from serinus.testing.builders import make_request
 from serinus.testing.oracle import toy_continue
+from serinus.testing.tiny_engine import TinyEngine
+
+WRONG = Violation(
+    step=1, tag="TAIL_K_FULL", reasons=Reason.VERIFY_REAL_KV_HASH, part=Part.FULL, slot=4, page=1, position=0,
+    stored_position=0, stored_token=5, expected_token=5, stored_hash=1, expected_hash=1, stored_digest=2,
+    found_digest=3,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +139,41 @@ def test_a_recall_goes_on_over_every_other_connection_with_its_tokens_though_eng
     told = {each.peer: each.tokens for each in lead.take_findings()}
     assert told == dict.fromkeys(("other", "third"), prompt[:8].tobytes()), "and not to the engine that told of it"
     pair.close()
+
+
+@pytest.fixture
+def runs() -> TinyEngine:
+    """One request runs, the KV of 9 tokens of it computed; its first page came by a handoff."""
+    engine = TinyEngine()
+    engine.scheduler.add(make_request("runs", list(range(20, 29)), max_new_tokens=8, ignore_eos=True))
+    engine.step()
+    own = engine.scheduler.prompt_pages("runs")
+    assert own is not None
+    span = PageSpan(part=Part.FULL, first=0, pages=own.spans[0].pages[:1])
+    engine.cache.trace([PageTrace(arrived=True, engine="sender", peer="in-1", xid="x", rid="r", span=span)])
+    return engine
+
+
+def test_of_one_handoff_only_a_lower_position_is_recalled_once_more(runs: TinyEngine) -> None:
+    recalls, own = Recalls(runs.cache, runs.scheduler), runs.scheduler.prompt_pages("runs")
+    assert own is not None
+    gone = Condemned(tokens=4, pages={Part.FULL: own.spans[0].pages[:1]}, prefix=b"")
+    told = [
+        [each.position for each in recalls.told(replace(WRONG, position=position), gone)]
+        for position in (9, 9, 13, 5, 5, 0)
+    ]
+    assert told == [[8], [], [], [4], [], [0]]
+
+
+@pytest.mark.parametrize(("position", "is_touched"), [(0, True), (8, True), (9, False)])
+def test_a_recall_without_tokens_touches_the_request_of_its_handoff_as_far_as_that_is_computed(
+    runs: TinyEngine, position: int, is_touched: bool
+) -> None:
+    for names in ({"rid": "runs", "xid": "x"}, {"rid": "r", "xid": "runs"}):
+        recall = HandoffFinding(engine="sender", peer="in-1", part="FULL", position=position, reason="why", **names)
+        verdicts, others = Recalls(runs.cache, runs.scheduler).heard(recall)
+        assert verdicts == [Verdict(rid="runs", reason="recalled by sender: why")] * is_touched
+        assert not others
 
 
 SHAPES: dict[str, dict[str, Any]] = {

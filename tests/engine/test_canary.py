@@ -17,6 +17,7 @@ from serinus.core.parts import Part
 from serinus.core.request import FinishReason, TokenDelta
 from serinus.engine import build_engine
 from serinus.models.small_checkpoints import make_toy
+from serinus.pool.tier_pools import TierPools
 from serinus.selftest import EngineDriver
 from serinus.testing.oracle import toy_continue
 from tests.cells import diagonal
@@ -144,6 +145,44 @@ def test_what_was_damaged_in_the_host_tier_is_found_when_it_comes_back(toys: dic
     engine.add("three", prompt)
     engine.run()
     assert engine.tokens("three") == toy_continue(engine.built.spec, prompt, 8)
+    engine.built.close()
+
+
+@pytest.mark.parametrize("mode", ["raise", "heal"])
+@pytest.mark.parametrize("tokens", [33, 901], ids=["some", "more than the ring has rows for"])
+def test_what_never_came_from_the_host_is_no_violation_and_touches_no_neighbour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, tokens: int
+) -> None:
+    toy = make_toy(tmp_path, tokenizer=False, context=2048)
+    engine = Watched(toy, **TIERED, kv_canary=mode, kv_canary_sweep_interval=0, max_total_tokens=1400)
+    prompt, load = [20 + place % 400 for place in range(tokens)], TierPools.load_layers
+    for rid, first in (("one", prompt), ("others", [*range(40, 440), *range(30, 430), *range(50, 450)])):
+        engine.add(rid, first)
+        engine.run()
+        while engine.built.cache.poll().in_flight:
+            engine.built.line.pump(0.01)
+        engine.built.cache.evict(1 << 20)
+    engine.add("neighbour", SHARED[2], count=60)
+    while len(engine.tokens("neighbour")) < 4:
+        engine.turn()
+
+    def fails(self: TierPools, *given: Any) -> None:
+        monkeypatch.setattr(TierPools, "load_layers", load)
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(TierPools, "load_layers", fails)
+    engine.add("again", prompt)
+    engine.run()
+    assert TierPools.load_layers is load, "nothing was loaded"
+    for rid, first, count in (("again", prompt, 8), ("neighbour", SHARED[2], 60)):
+        assert engine.tokens(rid) == toy_continue(engine.built.spec, first, count)
+        usage = engine.end_of(rid).usage
+        assert usage is not None
+        assert usage.kv_integrity is not None
+        assert usage.kv_integrity.heals == 0
+    view = engine.lead.view()
+    assert (view["violations"], view["incidents_total"], view["counts"]) == (0, 0, [])
+    assert engine.built.cache.stats().pages.quarantined == 0
     engine.built.close()
 
 

@@ -13,6 +13,7 @@ import torch
 from serinus.core.request import FinishReason, KvIntegrity, Request
 from serinus.core.sampling import SamplingParams
 from serinus.core.stamps import chain_hashes
+from serinus.engine.healing import TokenBudget
 from serinus.kernels import Kernels, load
 from serinus.selftest.mutants import WEAKNESSES
 from serinus.testing.oracle import toy_continue
@@ -154,6 +155,12 @@ def test_the_budget_of_recomputed_tokens_is_kept(toys: dict[str, Path]) -> None:
     assert "--kv-canary-heal-tokens-per-second, 1, is used up" in engine.end_of("two").error
 
 
+def test_the_budget_of_recomputed_tokens_grows_with_time_to_what_ten_seconds_allow() -> None:
+    budget = TokenBudget(100)
+    asked = [(0, 0.0), (1000, 0.0), (1000, 0.5), (1060, 0.5), (1060, 1.0), (3060, 99.0), (4061, 99.0)]
+    assert [budget.allows(spent, now) for spent, now in asked] == [True, False, True, False, True, True, False]
+
+
 def test_a_healed_request_can_be_aborted_while_it_waits(toys: dict[str, Path]) -> None:
     engine = Watched(toys["full"], kv_canary="heal")
     add(engine, "one", [*SHARED[0], 201], 30, stream=False)
@@ -253,6 +260,24 @@ def test_the_receipt_of_a_healed_answer_tells_why_and_how(toys: dict[str, Path])
     assert each.repaired_from["device"] == 40, "the pages before the damaged one were found again"
     assert 5 <= each.repaired_from["computed"] <= 8
     assert engine.tokens("one") == toy_continue(engine.built.spec, [*SHARED[0], 201], 20)
+
+
+def test_an_answer_that_a_stop_text_ends_as_it_is_healed_has_the_receipt_of_what_it_was_computed_on(
+    toys: dict[str, Path],
+) -> None:
+    engine = Watched(toys["full"], **ROTATING, kv_canary_stream="confirmed")
+    prompt = [*SHARED[0], 201]
+    add(engine, "one", prompt, 60, stream=True)
+    run_until(engine, "one", 12)
+    damage(engine, "one", 8)
+    engine.abort("one", matched=True)
+    while engine.end_of("one").finish is None:
+        engine.turn()
+    answer, each = engine.tokens("one"), receipt(engine, "one")
+    assert (heals(engine, "recomputed"), engine.end_of("one").finish) == (1, FinishReason.STOP)
+    assert answer == toy_continue(engine.built.spec, prompt, len(answer))
+    assert (each.heals, each.slots_checked) == (1, each.slots_due)
+    assert each.horizon == sum(each.sources.values()) >= len(prompt) + len(answer) - 1
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])

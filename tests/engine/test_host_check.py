@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from serinus.core.moves import PageOrigin
 from serinus.core.parts import Part
-from serinus.core.stamps import STAMP_FIELDS
+from serinus.core.stamps import CHAIN_ANCHOR, STAMP_BYTES, STAMP_FIELDS
 from serinus.models.small_checkpoints import make_toy
 from serinus.pool.storage import PageFiles
 from serinus.testing.oracle import toy_continue
@@ -104,6 +105,7 @@ def test_a_page_that_was_damaged_on_the_host_is_not_stored_and_is_reported(
     assert {each.tag[:5] for each in found} == {"HOST_"}
     assert {each.owner[:5] for each in found} == {"host "}
     assert len(found) == engine.lead.incidents.total == (2 if damage is exchanged else 1)
+    assert engine.lead.view()["violations"] == len(found), "`serinus canary show` ends with 1 where there are some"
     engine.ask("b", PROMPTS[1])
     assert engine.ask("c", PROMPTS[0]) == toy_continue(spec, PROMPTS[0], 4)
     assert all(engine.has(PROMPTS[0])), "the device's copy was sound: copied again, and stored"
@@ -143,3 +145,36 @@ def test_a_file_with_a_sound_header_and_wrong_kv_is_a_miss_reported_and_removed(
     assert not list(third.lead.violations), "one report for each restart, and never mended"
     assert third.built.cache.stats().prefetched_tokens >= 20
     third.built.close()
+
+
+ORIGINS = {
+    "known": PageOrigin(before=b"", start=0, tokens=np.array(PROMPTS[0], np.int32), chain=CHAIN_ANCHOR),
+    "of an unknown chain": PageOrigin(before=b"", start=0, tokens=np.array(PROMPTS[0], np.int32)),
+    "unknown": None,
+}
+DIGEST = STAMP_FIELDS - 1
+
+
+@pytest.mark.parametrize("kind", list(ORIGINS))
+def test_each_field_of_each_stamp_of_a_host_page_is_held_against_what_is_known_of_the_page(
+    toy: Path, tmp_path: Path, kind: str
+) -> None:
+    """A lane that differs from the others is always seen; where all agree, as on a page of another prompt, by what is
+    known of the tokens."""
+    engine, origin = Stored(toy, tmp_path), ORIGINS[kind]
+    engine.ask("a", PROMPTS[0])
+    cache, check = engine.built.cache, engine.rank.host_check
+    match = cache.match_prefix("", np.array(PROMPTS[0], np.int32), 24)
+    cache.release(match.lease)
+    (span,) = cache.tiers.quarantine.copies.behind(engine.part, int(match.pages[0]), 24)[0].spans
+    assert check is not None
+    assert check(engine.part, span.pages, origin, 0).all()
+    begin = engine.host.page_bytes - 4 * 2 * STAMP_BYTES
+    words = engine.host.data_PY[int(span.pages[1]), begin:].view(np.int64).reshape(4, 4, STAMP_FIELDS)
+    for field in range(STAMP_FIELDS):
+        for lanes in ([0], [1], [2], [3], [0, 1, 2, 3]):
+            words[lanes, 2, field] ^= 1 << 9
+            is_seen = len(lanes) == 1 or field == DIGEST or origin is not None
+            assert check(engine.part, span.pages, origin, 0).tolist()[1] is not is_seen, (field, lanes)
+            words[lanes, 2, field] ^= 1 << 9
+    engine.built.close()

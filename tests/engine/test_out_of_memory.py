@@ -223,6 +223,26 @@ def test_whichever_rank_has_no_memory_the_ranks_leave_the_step_together(
     assert engine.ranks.errors() == {}
 
 
+@pytest.mark.parametrize("kind", [{}, {"latent": True}])
+def test_of_chunks_that_were_planned_behind_one_without_memory_no_violation_is_told(
+    tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    toy = make_toy(tmp_path, vocab=64, context=256, kv_heads=1, tokenizer=False, **kind)
+    with crew(toy, pp_size=2, chunked_prefill_size=8, kv_canary="log", kv_canary_sweep_seconds=0) as engine:
+        hungry = Hungry(engine.line.body._runner)
+        prompts = {"a": list(range(1, 61)), "b": list(range(60, 0, -1))}
+        engine.add("a", prompts["a"], 4)
+        hungry.is_hungry, hungry.skips = True, 2
+        engine.run()
+        assert engine.finish("a") is FinishReason.ERROR
+        engine.add("b", prompts["b"], 4)
+        engine.run()
+        assert engine.tokens("b") == toy_continue(load_spec(toy), prompts["b"], 4)
+        assert engine.engine.canary is not None
+        view = engine.engine.canary.view()
+        assert (view["violations"], view["slots_checked"]) == (0, view["slots_due"])
+
+
 def test_every_allocator_that_fails_is_known_and_nothing_else() -> None:
     def of(call: Any) -> Exception:
         with pytest.raises(Exception) as caught:  # noqa: PT011

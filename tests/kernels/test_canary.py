@@ -176,6 +176,17 @@ def test_digests_of_shards_add_up_to_the_whole(ref: Kernels, cpu: Kernels) -> No
     assert torch.equal(total, expected)
 
 
+def test_where_the_slot_before_is_not_known_the_hash_must_be_that_of_the_stamp_beside_it(either: Kernels) -> None:
+    stamps = torch.zeros((4, 12, 4), dtype=torch.int64)
+    stamps[:2, 5:7, 2] = 77
+    stamps[1, 6, 2] = 78
+    slots, unknown, ring = torch.tensor([5, 6]), torch.full((2,), -1), torch.zeros((8, RING_FIELDS), dtype=torch.int64)
+    count, checked = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    either.canary_verify(stamps, 0, slots, slots * 0, unknown, None, None, slots * 0, ring, count, checked)
+    found = [(lane, reason, slot) for lane, reason, slot, *_ in ring[: int(count)].tolist()]
+    assert found == [(lane, Reason.VERIFY_CHAIN_HASH, 6) for lane in (StampLane.HEAD_K, StampLane.HEAD_V)]
+
+
 def test_the_ring_keeps_the_latest_and_the_count_is_never_lost(either: Kernels) -> None:
     stamps = torch.zeros((4, 41, 4), dtype=torch.int64)
     slots = torch.arange(1, 41)
