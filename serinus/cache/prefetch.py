@@ -60,6 +60,8 @@ class Prefetch:
     """The key before them."""
     owner: Owner
     """The owner of its host pages until they are grafted."""
+    priority: int
+    """The request's, of the nodes that it brings."""
     state: PrefetchState = PrefetchState.QUERY
     query: int = 0
     batches: dict[int, ReadBatch] = field(default_factory=dict)
@@ -122,7 +124,7 @@ class Prefetches:
         """Owners of the host pages in state COPY that prefetches took; for `sanity_check`."""
         return {each.owner for each in (*self._by_op.values(), *self._by_rid.values())}
 
-    def start(self, rid: str, namespace: str, data: bytes, first: int) -> bool:
+    def start(self, rid: str, namespace: str, data: bytes, first: int, priority: int) -> bool:
         """Ask the storage for the pages of `data` from page `first` on. False = there is no such page, the request
         has a prefetch already, or PREFETCHES_MAX are active."""
         stride = self._tree.page_size * TOKEN_BYTES
@@ -135,7 +137,7 @@ class Prefetches:
         chained += names.chain(chained, data)
         before, *keys = (chained[at : at + HASH_BYTES] for at in range(first * HASH_BYTES, len(chained), HASH_BYTES))
         op = self._table.take_op()
-        prefetch = Prefetch(rid, namespace, data, first, keys, before, copy_owner(op), query=op)
+        prefetch = Prefetch(rid, namespace, data, first, keys, before, copy_owner(op), priority, query=op)
         self._by_rid[rid] = self._by_op[op] = prefetch
         self._storage.query(op, keys, self._parts)
         return True
@@ -304,7 +306,7 @@ class Prefetches:
         """Add one node of the pages [low, high), with the pages of each part that were read."""
         stride, first = self._tree.page_size * TOKEN_BYTES, prefetch.first
         node = self._tree.grow(parent, memoryview(prefetch.data[low * stride : high * stride]), NO_PAGES)
-        node.hashes = b"".join(prefetch.keys[low - first : high - first])
+        node.hashes, node.priority = b"".join(prefetch.keys[low - first : high - first]), prefetch.priority
         for span in spans:
             if span.first <= low < span.end:
                 pages = span.pages[low - span.first : high - span.first]

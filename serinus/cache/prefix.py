@@ -343,7 +343,7 @@ class PrefixCache:
         self._check_committed()
         return self.tiers.poll(settle)
 
-    def prefetch(self, rid: str, ns: str, tokens: NDArray[np.int32]) -> bool:
+    def prefetch(self, rid: str, ns: str, tokens: NDArray[np.int32], *, priority: int = 0) -> bool:
         """Ask the storage for what device and host lack of `tokens`; False = nothing to ask, no storage, or too many.
         `poll` carries it on. Ends with `finish` or `release_aborted_request`."""
         self._check_committed()
@@ -351,7 +351,7 @@ class PrefixCache:
             return False
         whole = len(tokens) - len(tokens) % self.page_size
         first = self.probe(ns, tokens[:whole]).total // self.page_size
-        return self.tiers.prefetches.start(rid, ns, token_bytes(tokens[:whole]), first)
+        return self.tiers.prefetches.start(rid, ns, token_bytes(tokens[:whole]), first, priority)
 
     def prefetch_state(self, rid: str) -> PrefetchState:
         """How far a request's prefetch is."""

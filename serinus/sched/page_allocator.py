@@ -161,10 +161,11 @@ class PageAllocator:
 
     def prefetch(self, state: ReqState) -> None:
         """Ask the storage for what neither device nor host have of its prefix."""
-        limit = self.match_limit(state)
+        limit, request = self.match_limit(state), state.request
         if limit >= self.page_size:
-            state.prefetching = self.cache.prefetch(state.rid, state.request.cache_salt, state.tokens[:limit])
-            state.prefetched = state.prefetching
+            state.prefetched = state.prefetching = self.cache.prefetch(
+                state.rid, request.cache_salt, state.tokens[:limit], priority=-request.priority
+            )
 
     def prefetch_over(self, state: ReqState) -> bool:
         """Whether nothing more comes from the storage."""

@@ -56,6 +56,26 @@ def test_a_node_that_is_split_before_its_write_begins_is_stored_whole() -> None:
     shop.check()
 
 
+def test_what_a_prefetch_brings_is_as_important_as_its_request() -> None:
+    shop = stored(policy="priority")
+    for rid, first, priority in (("a", 100, 2), ("b", 200, 0)):
+        shop.leave(shop.seat(rid, span(first, first + 8), priority=priority))
+    shop.settle()
+    shop.storage.answer("write")
+    shop.cache.poll()
+    shop.cache.evict(99)
+    shop.cache.prefetch("c", "", span(0, 16), priority=1)
+    for kind in ("query", "read"):
+        shop.storage.answer(kind)
+        shop.cache.poll()
+    left = []
+    for count in (2, 4, 2):
+        left.append([shop.lengths(span(first, first + 8))[1] for first in (100, 0, 200)])
+        assert shop.cache.evict(count, Tier.HOST) == count
+    assert left == [[8, 8, 8], [8, 8, 0], [8, 0, 0]]
+    shop.check()
+
+
 def test_a_prefetch_brings_a_prefix_to_the_host() -> None:
     shop = stored()
     assert shop.cache.prefetch("b", "", span(0, 20))
