@@ -74,6 +74,11 @@ class Prefetch:
     """False = it has ended and only waits for the answers to its operations."""
 
     @property
+    def claimed(self) -> int:
+        """Host pages that it fills, at most, or has filled."""
+        return self.grafted if self.state.over else len(self.keys)
+
+    @property
     def open_ops(self) -> list[int]:
         """Operations that were not answered."""
         ops = [op for op, batch in self.batches.items() if batch.good < 0]
@@ -118,6 +123,14 @@ class Prefetches:
     def active(self) -> int:
         """Prefetches that requests wait for."""
         return sum(not each.state.over for each in self._by_rid.values())
+
+    def is_full(self, count: int) -> bool:
+        """Whether PREFETCHES_MAX are active or, where requests have prefetches that are not forgotten, `count` pages
+        more are beyond half of the host."""
+        if self.active >= PREFETCHES_MAX:
+            return True
+        claimed = sum(each.claimed for each in self._by_rid.values())
+        return claimed > 0 and count > 0 and claimed + count > self._pages_max
 
     @property
     def owners(self) -> set[Owner]:

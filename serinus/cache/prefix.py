@@ -353,6 +353,12 @@ class PrefixCache:
         first = self.probe(ns, tokens[:whole]).total // self.page_size
         return self.tiers.prefetches.start(rid, ns, token_bytes(tokens[:whole]), first, priority)
 
+    def prefetches_full(self, tokens: int = 0) -> bool:
+        """Whether a prefetch is not to be asked for now: too many are active or, with `tokens`, the host has not the
+        room for so many more beside what it keeps for requests with a prefetch. That ends as those are released.
+        Cost: O(prefetches)."""
+        return self.tiers.prefetches is not None and self.tiers.prefetches.is_full(tokens // self.page_size)
+
     def prefetch_state(self, rid: str) -> PrefetchState:
         """How far a request's prefetch is."""
         return PrefetchState.NONE if self.tiers.prefetches is None else self.tiers.prefetches.state(rid)
