@@ -28,6 +28,8 @@ from serinus.core.moves import PageOrigin, StorageDone
 from serinus.core.parts import PageSpan, Part
 
 PREFETCHES_MAX = 64
+_QUEUED_MIN = 64
+"""Below it, nodes that have left the host while their write waited are not worth a sweep."""
 HOLD = "storage"
 """Name of the holds on host pages that a storage write reads."""
 
@@ -359,6 +361,7 @@ class StorageWrites:
         self._pages_max = max(64, pools.host[FULL].ledger.page_count // 8)
         self._pages = 0
         self._queue: deque[Span] = deque()
+        self._sweep_at = _QUEUED_MIN
         self._by_op: dict[int, tuple[PagePool, Pages, Span]] = {}
         self.tokens = 0
         """Counter: tokens written to the storage."""
@@ -372,8 +375,13 @@ class StorageWrites:
         return len(self._by_op) + len(self._queue)
 
     def saved(self, nodes: list[Node]) -> None:
-        """Queue nodes that were copied to the host."""
+        """Queue nodes that were copied to the host. However slow the storage is, no more wait than twice as many as
+        the host has: a queue that has doubled drops those that left it meanwhile."""
         self._queue.extend(Span(node, node.start) for node in nodes)
+        if len(self._queue) >= self._sweep_at:
+            waiting = {(id(span.anchor), span.start): span for span in self._queue if _is_on_host(span)}
+            self._queue = deque(waiting.values())
+            self._sweep_at = max(_QUEUED_MIN, 2 * len(waiting))
 
     def drain(self) -> None:
         """Begin writes, as far as the budget allows; nodes that were removed meanwhile are not written."""
@@ -420,6 +428,11 @@ class StorageWrites:
             if whole and self._pools.events is not None:
                 self._pools.events.stored(node, Tier.STORAGE)
         return True
+
+
+def _is_on_host(span: Span) -> bool:
+    """Whether the host still has some of it."""
+    return any(node.alive and len(node.host[FULL]) for node in span.nodes())
 
 
 def _leading(present: NDArray[np.bool_]) -> int:

@@ -56,6 +56,23 @@ def test_a_node_that_is_split_before_its_write_begins_is_stored_whole() -> None:
     shop.check()
 
 
+def test_a_storage_that_does_not_get_on_has_no_more_waiting_than_the_host_has() -> None:
+    shop = Shop(full=33, host=257, storage=True)
+    for at in range(0, 20_000, 100):
+        shop.serve(f"r{at}", span(at, at + 16))
+        shop.settle()
+    under_way, cached = len(shop.storage.asked), len(shop.cache.tree.arena)
+    assert (under_way, cached) == (16, 64)
+    assert shop.cache.tiers.in_flight - under_way <= 2 * cached
+    left = shop.cache.tiers.in_flight
+    while shop.storage.answer("write"):
+        shop.cache.poll()
+        assert shop.cache.tiers.in_flight < left
+        left = shop.cache.tiers.in_flight
+    assert shop.cache.stats().stored_tokens == cached * 16, "all that the host still has is stored"
+    shop.check()
+
+
 def test_what_a_prefetch_brings_is_as_important_as_its_request() -> None:
     shop = stored(policy="priority")
     for rid, first, priority in (("a", 100, 2), ("b", 200, 0)):
