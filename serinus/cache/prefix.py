@@ -351,7 +351,12 @@ class PrefixCache:
             return False
         whole = len(tokens) - len(tokens) % self.page_size
         first = self.probe(ns, tokens[:whole]).total // self.page_size
-        return self.tiers.prefetches.start(rid, ns, token_bytes(tokens[:whole]), first, priority)
+        data, root = token_bytes(tokens[:whole]), self.tree.roots.get(ns)
+        started = self.tiers.prefetches.start(rid, ns, data, first, priority)
+        if started and root is not None:  # what it goes on from is not what makes room for it
+            found = self.tree.descend(root, data, 0)
+            self.tree.touch(found.partial or found.node, priority=priority)
+        return started
 
     def prefetches_full(self, tokens: int = 0) -> bool:
         """Whether a prefetch is not to be asked for now: too many are active or, with `tokens`, the host has not the

@@ -73,6 +73,29 @@ def test_a_storage_that_does_not_get_on_has_no_more_waiting_than_the_host_has() 
     shop.check()
 
 
+@pytest.mark.parametrize("policy", ["lru", "priority"])
+def test_a_prefetch_makes_no_room_by_the_prefix_that_it_goes_on_from(policy: str) -> None:
+    """The host gives up the end of what it has used least recently first: that end is what is asked for next."""
+    shop = stored(32, host=17, policy=policy)
+    shop.cache.prefetch("b", "", span(0, 16))
+    for kind in ("query", "read"):
+        shop.storage.answer(kind)
+        shop.cache.poll()
+    for first in (100, 200, 300):
+        shop.serve(f"r{first}", span(first, first + 16))
+        shop.settle()
+        shop.storage.answer("write")
+        shop.cache.poll()
+    shop.cache.evict(99)
+    assert [shop.lengths(span(first, first + 32))[1] for first in (0, 100, 200, 300)] == [16] * 4
+    shop.cache.prefetch("c", "", span(0, 32))
+    for kind in ("query", "read"):
+        shop.storage.answer(kind)
+        shop.cache.poll()
+    assert [shop.lengths(span(first, first + 32))[1] for first in (0, 100, 200, 300)] == [32, 0, 16, 16]
+    shop.check()
+
+
 def test_what_a_prefetch_brings_is_as_important_as_its_request() -> None:
     shop = stored(policy="priority")
     for rid, first, priority in (("a", 100, 2), ("b", 200, 0)):
