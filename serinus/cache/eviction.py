@@ -6,11 +6,14 @@ Knows nothing of pages: it ranks nodes and finds the lowest one that may go.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 
 from serinus.cache.node import FULL, Node, Tier
 from serinus.core.eviction import EVICTION_POLICIES
 from serinus.core.parts import Part
+
+_KEPT_MIN = 64
+"""Below it, entries of nodes that may not go are not worth a sweep."""
 
 
 def _window(part: int) -> Callable[[Node], tuple[int, int]]:
@@ -24,6 +27,7 @@ class EvictionQueue:
     A node that is used, or that may not go any more, keeps its old entry. Ranks only rise, so an old entry stands too
     far in front, never too far behind: when it is popped, the node's true rank is known, and the entry is pushed again
     at that rank, or dropped where the node may not go now (it is queued again when it may). No entry is searched for.
+    A queue drops such entries by itself when it has doubled, so that it keeps no node for long that has left the tree.
     Cost: O(log nodes) per push and, amortised over uses, per `first`.
     """
 
@@ -41,6 +45,7 @@ class EvictionQueue:
         self._heap: list[tuple[int, int, int, Node]] = []
         """Ranks, each with a number that makes it distinct. Flat, as most of a push or pop is comparing entries."""
         self._sequence = 0
+        self._sweep_at = _KEPT_MIN
 
     def push(self, node: Node) -> None:
         """`node` may go from now on. Does nothing if it still has an entry."""
@@ -48,6 +53,17 @@ class EvictionQueue:
             node.queued |= self.bit
             self._sequence += 1
             heappush(self._heap, (*self.rank(node), self._sequence, node))
+            if len(self._heap) >= self._sweep_at:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Drop the entries of nodes that may not go now."""
+        for entry in self._heap:
+            if not self.may_go(entry[3]):
+                entry[3].queued &= ~self.bit
+        self._heap = [entry for entry in self._heap if entry[3].queued & self.bit]
+        heapify(self._heap)
+        self._sweep_at = max(_KEPT_MIN, 2 * len(self._heap))
 
     def first(self) -> Node | None:
         """The node of lowest rank that may go, left in the queue; None if there is none."""

@@ -18,6 +18,8 @@ PartPages = tuple[Pages, ...]
 FAR = 1 << 62
 WHOLE: Final = 1 << 62
 """The window of a part that must cover the whole prefix: longer than any sequence."""
+NO_PRIORITY: Final = -(1 << 62)
+"""Of a node at which no request has ended: less important than all."""
 FULL: Final = int(Part.FULL)
 """As an index: looking a member of an enum up costs more than the list does."""
 
@@ -92,8 +94,8 @@ class Node:
         """Matches that ended here, or in a descendant that is gone from the device."""
         self.hits_given = 0
         """Of those, how many its parent knows of, from the times when it left the device before."""
-        self.priority = 0
-        """Highest priority of a request that ended here."""
+        self.priority = NO_PRIORITY
+        """Highest priority of a request that ended here, or for which the storage brought it."""
         self.uses = 1
         """Requests that published or matched it; counted where there is a host tier."""
         self.wanted = 0

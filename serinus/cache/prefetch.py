@@ -28,6 +28,8 @@ from serinus.core.moves import PageOrigin, StorageDone
 from serinus.core.parts import PageSpan, Part
 
 PREFETCHES_MAX = 64
+_QUEUED_MIN = 64
+"""Below it, nodes that have left the host while their write waited are not worth a sweep."""
 HOLD = "storage"
 """Name of the holds on host pages that a storage write reads."""
 
@@ -60,6 +62,8 @@ class Prefetch:
     """The key before them."""
     owner: Owner
     """The owner of its host pages until they are grafted."""
+    priority: int
+    """The request's, of the nodes that it brings."""
     state: PrefetchState = PrefetchState.QUERY
     query: int = 0
     batches: dict[int, ReadBatch] = field(default_factory=dict)
@@ -70,6 +74,11 @@ class Prefetch:
     """Pages that are nodes of the tree now."""
     wanted: bool = True
     """False = it has ended and only waits for the answers to its operations."""
+
+    @property
+    def claimed(self) -> int:
+        """Host pages that it fills, at most, or has filled."""
+        return self.grafted if self.state.over else len(self.keys)
 
     @property
     def open_ops(self) -> list[int]:
@@ -117,12 +126,20 @@ class Prefetches:
         """Prefetches that requests wait for."""
         return sum(not each.state.over for each in self._by_rid.values())
 
+    def is_full(self, count: int) -> bool:
+        """Whether PREFETCHES_MAX are active or, where requests have prefetches that are not forgotten, `count` pages
+        more are beyond half of the host."""
+        if self.active >= PREFETCHES_MAX:
+            return True
+        claimed = sum(each.claimed for each in self._by_rid.values())
+        return claimed > 0 and count > 0 and claimed + count > self._pages_max
+
     @property
     def owners(self) -> set[Owner]:
         """Owners of the host pages in state COPY that prefetches took; for `sanity_check`."""
         return {each.owner for each in (*self._by_op.values(), *self._by_rid.values())}
 
-    def start(self, rid: str, namespace: str, data: bytes, first: int) -> bool:
+    def start(self, rid: str, namespace: str, data: bytes, first: int, priority: int) -> bool:
         """Ask the storage for the pages of `data` from page `first` on. False = there is no such page, the request
         has a prefetch already, or PREFETCHES_MAX are active."""
         stride = self._tree.page_size * TOKEN_BYTES
@@ -135,7 +152,7 @@ class Prefetches:
         chained += names.chain(chained, data)
         before, *keys = (chained[at : at + HASH_BYTES] for at in range(first * HASH_BYTES, len(chained), HASH_BYTES))
         op = self._table.take_op()
-        prefetch = Prefetch(rid, namespace, data, first, keys, before, copy_owner(op), query=op)
+        prefetch = Prefetch(rid, namespace, data, first, keys, before, copy_owner(op), priority, query=op)
         self._by_rid[rid] = self._by_op[op] = prefetch
         self._storage.query(op, keys, self._parts)
         return True
@@ -304,7 +321,7 @@ class Prefetches:
         """Add one node of the pages [low, high), with the pages of each part that were read."""
         stride, first = self._tree.page_size * TOKEN_BYTES, prefetch.first
         node = self._tree.grow(parent, memoryview(prefetch.data[low * stride : high * stride]), NO_PAGES)
-        node.hashes = b"".join(prefetch.keys[low - first : high - first])
+        node.hashes, node.priority = b"".join(prefetch.keys[low - first : high - first]), prefetch.priority
         for span in spans:
             if span.first <= low < span.end:
                 pages = span.pages[low - span.first : high - span.first]
@@ -344,6 +361,7 @@ class StorageWrites:
         self._pages_max = max(64, pools.host[FULL].ledger.page_count // 8)
         self._pages = 0
         self._queue: deque[Span] = deque()
+        self._sweep_at = _QUEUED_MIN
         self._by_op: dict[int, tuple[PagePool, Pages, Span]] = {}
         self.tokens = 0
         """Counter: tokens written to the storage."""
@@ -357,8 +375,13 @@ class StorageWrites:
         return len(self._by_op) + len(self._queue)
 
     def saved(self, nodes: list[Node]) -> None:
-        """Queue nodes that were copied to the host."""
+        """Queue nodes that were copied to the host. However slow the storage is, no more wait than twice as many as
+        the host has: a queue that has doubled drops those that left it meanwhile."""
         self._queue.extend(Span(node, node.start) for node in nodes)
+        if len(self._queue) >= self._sweep_at:
+            waiting = {(id(span.anchor), span.start): span for span in self._queue if _is_on_host(span)}
+            self._queue = deque(waiting.values())
+            self._sweep_at = max(_QUEUED_MIN, 2 * len(waiting))
 
     def drain(self) -> None:
         """Begin writes, as far as the budget allows; nodes that were removed meanwhile are not written."""
@@ -405,6 +428,11 @@ class StorageWrites:
             if whole and self._pools.events is not None:
                 self._pools.events.stored(node, Tier.STORAGE)
         return True
+
+
+def _is_on_host(span: Span) -> bool:
+    """Whether the host still has some of it."""
+    return any(node.alive and len(node.host[FULL]) for node in span.nodes())
 
 
 def _leading(present: NDArray[np.bool_]) -> int:

@@ -343,7 +343,7 @@ class PrefixCache:
         self._check_committed()
         return self.tiers.poll(settle)
 
-    def prefetch(self, rid: str, ns: str, tokens: NDArray[np.int32]) -> bool:
+    def prefetch(self, rid: str, ns: str, tokens: NDArray[np.int32], *, priority: int = 0) -> bool:
         """Ask the storage for what device and host lack of `tokens`; False = nothing to ask, no storage, or too many.
         `poll` carries it on. Ends with `finish` or `release_aborted_request`."""
         self._check_committed()
@@ -351,7 +351,18 @@ class PrefixCache:
             return False
         whole = len(tokens) - len(tokens) % self.page_size
         first = self.probe(ns, tokens[:whole]).total // self.page_size
-        return self.tiers.prefetches.start(rid, ns, token_bytes(tokens[:whole]), first)
+        data, root = token_bytes(tokens[:whole]), self.tree.roots.get(ns)
+        started = self.tiers.prefetches.start(rid, ns, data, first, priority)
+        if started and root is not None:  # what it goes on from is not what makes room for it
+            found = self.tree.descend(root, data, 0)
+            self.tree.touch(found.partial or found.node, priority=priority)
+        return started
+
+    def prefetches_full(self, tokens: int = 0) -> bool:
+        """Whether a prefetch is not to be asked for now: too many are active or, with `tokens`, the host has not the
+        room for so many more beside what it keeps for requests with a prefetch. That ends as those are released.
+        Cost: O(prefetches)."""
+        return self.tiers.prefetches is not None and self.tiers.prefetches.is_full(tokens // self.page_size)
 
     def prefetch_state(self, rid: str) -> PrefetchState:
         """How far a request's prefetch is."""

@@ -23,7 +23,7 @@ class CachedNode(Protocol):
     hit_count: int
     """Matches that ended there, or in a descendant that has left."""
     priority: int
-    """Highest priority of a request that ended there."""
+    """Highest priority of a request that ended there: the more important, the higher."""
 
 
 EvictionRank = Callable[[CachedNode], tuple[int, int]]

@@ -82,18 +82,20 @@ class Admission:
         self._allocator.advance(state, state.prompt_len)
         return self._allocator.pages_for(state.prompt_len)
 
-    def awaits_storage(self, state: ReqState, now: float) -> bool:
+    def awaits_storage(self, state: ReqState, now: float, *, ahead: bool) -> bool:
         """Whether the storage may still bring some of its prefix, and it should wait for that. Otherwise what has
-        come by now is taken."""
+        come by now is taken. `ahead`: one before it waits for that too; the first is asked for whatever the others
+        keep of the host, so that none waits for ever."""
         if not state.prefetching:
             return False
-        if not self._allocator.prefetch_over(state):
-            policy = self._settings.prefetch_policy
-            late = now - state.asked_at >= self._settings.prefetch_s_max
-            if policy == "wait_complete" or (policy == "timeout" and not late):
+        policy = self._settings.prefetch_policy
+        late = now - state.asked_at >= self._settings.prefetch_s_max
+        if policy == "wait_complete" or (policy == "timeout" and not late):
+            if state.unasked and not ahead:
+                self._allocator.prefetch(state, ahead=False)
+            if state.prefetching and not self._allocator.prefetch_over(state):
                 return True
-            self._allocator.prefetch_cut(state)
-        state.prefetching = False
+        self._allocator.prefetch_cut(state)
         return False
 
     def has_twin(self, state: ReqState) -> bool:

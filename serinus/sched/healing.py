@@ -70,7 +70,7 @@ class Heals:
         state.healed_at = state.right
         state.asked_at = now
         if self._settings.prefetch_policy != "none":
-            self._allocator.prefetch(state)
+            self._allocator.prefetch(state, ahead=True)
         for step in self._open:
             step.forget(state)
 

@@ -62,8 +62,11 @@ class Incoming:
         reach = max((state.seq for state in first), default=0)
         others = self.prealloc.behind(max(reach, self._looked_seq), _LOOK_REQUESTS)
         looked_seq = others[-1].seq if len(others) == _LOOK_REQUESTS else 0
+        awaits_storage = False
         for state in (*first, *others):
-            if not self._try(state, now, blocked, go_local, paces):
+            goes_on = self._try(state, now, blocked, go_local, paces, ahead=awaits_storage)
+            awaits_storage |= state.prefetching
+            if not goes_on:
                 looked_seq = state.seq - 1 if state.seq > reach else self._looked_seq
                 break
             if state.phase is Phase.TRANSFER and not state.awaited:
@@ -73,14 +76,14 @@ class Incoming:
 
     def _try(
         self, state: ReqState, now: float, blocked: ReqState | None, go_local: Callable[[ReqState, str], None],
-        paces: Paces,
+        paces: Paces, *, ahead: bool,
     ) -> bool:  # fmt: skip
         """Reserve pages for one request, unless it waits for its prefix or goes local; False = there is no room, for
-        those behind it neither."""
+        those behind it neither. `ahead`: see Admission.awaits_storage."""
         if self._batch.rows_needed >= self._settings.max_running_requests:
             self._blocked = state
             return False
-        if self._admission.has_twin(state) or self._admission.awaits_storage(state, now):
+        if self._admission.has_twin(state) or self._admission.awaits_storage(state, now, ahead=ahead):
             return True
         lacking = state.prompt_len - self._allocator.cached(state)
         reason = self._local_reason(state, lacking, paces)

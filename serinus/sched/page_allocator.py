@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serinus.cache import CacheNews, Lease, PrefetchState, PrefixCache, Probe
+from serinus.cache import CacheNews, Lease, PrefixCache, Probe
 from serinus.core.errors import ConfigError, InvariantError
 from serinus.core.parts import PageSpan, Part
 from serinus.core.plan import TableWrite
@@ -115,6 +115,7 @@ class PageAllocator:
         """The request has its pages: its match was a hit."""
         assert state.lease is not None, f"sched: request {state.rid} is placed without a match"
         self.cache.used(state.lease, state.found["device"])
+        self.forget_prefetch(state)
 
     def load(self, state: ReqState) -> None:
         """Bring what the host adds to its match to the device, as far as there is room: forward passes that begin
@@ -159,19 +160,24 @@ class PageAllocator:
 
     # The storage
 
-    def prefetch(self, state: ReqState) -> None:
-        """Ask the storage for what neither device nor host have of its prefix."""
-        limit = self.match_limit(state)
-        if limit >= self.page_size:
-            state.prefetching = self.cache.prefetch(state.rid, state.request.cache_salt, state.tokens[:limit])
-            state.prefetched = state.prefetching
+    def prefetch(self, state: ReqState, *, ahead: bool) -> None:
+        """Ask the storage for what neither device nor host have of its prefix; later, where it is asked for too many
+        already, or where it is `ahead` of its turn and there is no room on the host for it now."""
+        limit, request = self.match_limit(state), state.request
+        state.unasked = limit >= self.page_size and self.cache.prefetches_full(limit if ahead else 0)
+        state.prefetching = state.unasked
+        if limit >= self.page_size and not state.unasked:
+            state.prefetched = state.prefetching = self.cache.prefetch(
+                state.rid, request.cache_salt, state.tokens[:limit], priority=-request.priority
+            )
 
     def prefetch_over(self, state: ReqState) -> bool:
         """Whether nothing more comes from the storage."""
-        return self.cache.prefetch_state(state.rid) not in (PrefetchState.QUERY, PrefetchState.READ)
+        return not state.unasked and self.cache.prefetch_state(state.rid).over
 
     def prefetch_cut(self, state: ReqState) -> None:
         """Take what has come from the storage, and wait no more."""
+        state.prefetching = state.unasked = False
         self.cache.prefetch_cut(state.rid)
 
     def forget_prefetch(self, state: ReqState) -> None:

@@ -154,7 +154,9 @@ class ReqState:
     granted: bool = False
     """Decode side: a prefill engine may know its pages."""
     prefetching: bool = False
-    """The storage is asked for its prefix, and admission has not looked at the result."""
+    """The storage is asked for its prefix, or is to be, and admission has not looked at the result."""
+    unasked: bool = False
+    """The storage is to be asked for its prefix when there is room for that."""
     prefetched: bool = False
     """The storage was asked for its prefix..."""
     asked_at: float = 0.0

@@ -4,8 +4,9 @@ Torch-free, clock-free (`now` is an argument), one thread. Up to `depth` plans a
 in order, so a freed page may be allocated again at once: its last user reads it in an earlier plan.
 
 The rules: request_queues.py (which request is where), step_planner.py (the next step), step_commit.py (its result),
-queues.py (order), admission.py (room), batch.py (the batch), page_allocator.py (rows and pages), endings.py (when a
-request ends), incoming.py and outgoing.py (the two sides of a handoff), healing.py (wrong KV).
+queues.py (order), admission.py (room), storage_asks.py (when files are read), batch.py (the batch), page_allocator.py
+(rows and pages), endings.py (when a request ends), incoming.py and outgoing.py (the two sides of a handoff), healing.py
+(wrong KV).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from serinus.sched.stats import Outcome, SchedStats, Totals, sched_stats
 from serinus.sched.step_commit import StepCommit
 from serinus.sched.step_pace import StepPace
 from serinus.sched.step_planner import StepPlanner
+from serinus.sched.storage_asks import StorageAsks
 
 
 class Scheduler:
@@ -59,6 +61,7 @@ class Scheduler:
         """For prompts that prefill engines compute: what was decided of them, and pages that peers may write."""
         self._outgoing = Outgoing(allocator)
         self._requests = RequestQueues(allocator, batch, self.incoming, self._outgoing, shares)
+        self._storage_asks = StorageAsks(allocator, self._requests.waiting, self.incoming.prealloc)
         self._totals = Totals()
         self._pace = StepPace(
             step_s_max=settings.step_s_max, tokens_max=settings.chunked_prefill_size, page_size=settings.page_size
@@ -149,7 +152,7 @@ class Scheduler:
         self._requests.enter(state)
         self._totals.requests += 1
         if self.settings.prefetch_policy != "none":
-            self._allocator.prefetch(state)
+            self._storage_asks.enter(state)
 
     def check(self, request: Request) -> None:
         """Raise what `add` would raise for this request by itself: BadRequest, PromptTooLong."""
@@ -229,6 +232,7 @@ class Scheduler:
         if self._allocator.tiered:
             self.in_flight = self._allocator.poll()
             self._begin_again()
+            self._storage_asks.turn()
         step = self._planner.next_step(now)
         if step is None:
             return None

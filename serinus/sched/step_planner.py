@@ -311,7 +311,7 @@ class StepPlanner:
         if rows_left <= 0:
             (self._rowless,) = waiting.in_turn(1)
             return admitted
-        passed: list[ReqState] = []
+        passed, awaits_storage = list[ReqState](), False
         order = admission_order(waiting, self._settings, self._allocator.cached, 2 * rows_left)
         for state, shorter in zip(order, _shortest_behind(order, _ENDLESS), strict=True):
             if len(admitted) == rows_left or budget < min(self._settings.page_size, state.known):
@@ -320,7 +320,8 @@ class StepPlanner:
                 continue
             if ahead and not self._admission.may_be_early(state):
                 break
-            if self._admission.awaits_storage(state, now):
+            if self._admission.awaits_storage(state, now, ahead=awaits_storage):
+                awaits_storage = True
                 continue
             if self.is_late(state, now):
                 self._late[state.rid] = None

@@ -66,7 +66,7 @@ def arrive(world: TieredWorld, rng: Random) -> None:
     tail = [s for _ in range(rng.randint(1, 5)) for s in [rng.randrange(3)] * repeat]
     tokens = head[: 8 * repeat * rng.choice([1, 1, 2])] + tail + [2] * rng.randrange(4)
     for _ in range(rng.choice([1, 1, 2])):
-        world.arrive(namespace, tokens, priority=rng.randrange(3), lazy=rng.random() < 0.5)
+        world.arrive(namespace, tokens, priority=rng.randrange(3) - 1, lazy=rng.random() < 0.5)
 
 
 def _revive(world: TieredWorld, rng: Random) -> None:

@@ -205,7 +205,7 @@ class Use:
     born: int
     last: int
     hits: int = 0
-    priority: int = 0
+    priority: int = -(1 << 62)
 
     def rank(self, policy: str) -> tuple[int, int]:
         """The lowest goes first."""

@@ -56,6 +56,66 @@ def test_a_node_that_is_split_before_its_write_begins_is_stored_whole() -> None:
     shop.check()
 
 
+def test_a_storage_that_does_not_get_on_has_no_more_waiting_than_the_host_has() -> None:
+    shop = Shop(full=33, host=257, storage=True)
+    for at in range(0, 20_000, 100):
+        shop.serve(f"r{at}", span(at, at + 16))
+        shop.settle()
+    under_way, cached = len(shop.storage.asked), len(shop.cache.tree.arena)
+    assert (under_way, cached) == (16, 64)
+    assert shop.cache.tiers.in_flight - under_way <= 2 * cached
+    left = shop.cache.tiers.in_flight
+    while shop.storage.answer("write"):
+        shop.cache.poll()
+        assert shop.cache.tiers.in_flight < left
+        left = shop.cache.tiers.in_flight
+    assert shop.cache.stats().stored_tokens == cached * 16, "all that the host still has is stored"
+    shop.check()
+
+
+@pytest.mark.parametrize("policy", ["lru", "priority"])
+def test_a_prefetch_makes_no_room_by_the_prefix_that_it_goes_on_from(policy: str) -> None:
+    """The host gives up the end of what it has used least recently first: that end is what is asked for next."""
+    shop = stored(32, host=17, policy=policy)
+    shop.cache.prefetch("b", "", span(0, 16))
+    for kind in ("query", "read"):
+        shop.storage.answer(kind)
+        shop.cache.poll()
+    for first in (100, 200, 300):
+        shop.serve(f"r{first}", span(first, first + 16))
+        shop.settle()
+        shop.storage.answer("write")
+        shop.cache.poll()
+    shop.cache.evict(99)
+    assert [shop.lengths(span(first, first + 32))[1] for first in (0, 100, 200, 300)] == [16] * 4
+    shop.cache.prefetch("c", "", span(0, 32))
+    for kind in ("query", "read"):
+        shop.storage.answer(kind)
+        shop.cache.poll()
+    assert [shop.lengths(span(first, first + 32))[1] for first in (0, 100, 200, 300)] == [32, 0, 16, 16]
+    shop.check()
+
+
+def test_what_a_prefetch_brings_is_as_important_as_its_request() -> None:
+    shop = stored(policy="priority")
+    for rid, first, priority in (("a", 100, 2), ("b", 200, 0)):
+        shop.leave(shop.seat(rid, span(first, first + 8), priority=priority))
+    shop.settle()
+    shop.storage.answer("write")
+    shop.cache.poll()
+    shop.cache.evict(99)
+    shop.cache.prefetch("c", "", span(0, 16), priority=1)
+    for kind in ("query", "read"):
+        shop.storage.answer(kind)
+        shop.cache.poll()
+    left = []
+    for count in (2, 4, 2):
+        left.append([shop.lengths(span(first, first + 8))[1] for first in (100, 0, 200)])
+        assert shop.cache.evict(count, Tier.HOST) == count
+    assert left == [[8, 8, 8], [8, 8, 0], [8, 0, 0]]
+    shop.check()
+
+
 def test_a_prefetch_brings_a_prefix_to_the_host() -> None:
     shop = stored()
     assert shop.cache.prefetch("b", "", span(0, 20))

@@ -390,6 +390,19 @@ def test_every_policy_empties_every_tier(policy: str) -> None:
     shop.check()
 
 
+@pytest.mark.parametrize("parts", [{}, {"swa": 33, "window": 6, "host_swa": 65}])
+def test_queues_do_not_keep_nodes_that_have_left_the_tree(parts: dict[str, int]) -> None:
+    shop = hosted(**parts)
+    for at in range(0, 20_000, 100):
+        shop.serve(f"r{at}", span(at, at + 16))
+        shop.settle()
+    cached = len(shop.cache.tree.arena)
+    assert cached < 50
+    for queue in shop.cache.tree.queues.all:
+        assert len(queue) < 150, f"{queue.name} has {len(queue)} entries of {cached} nodes"
+    shop.check()
+
+
 def test_the_lowest_priority_goes_first() -> None:
     shop = Shop(full=33, policy="priority")
     for rid, at, priority in (("low", 0, 0), ("high", 100, 5), ("later", 200, 0)):

@@ -368,6 +368,33 @@ def test_a_write_that_fails_midway_leaves_no_file(tmp_path: Path, host: HostPool
     storage.close()
 
 
+@pytest.mark.parametrize(
+    ("error", "is_lost"), [(errno.EIO, True), (errno.ENODATA, True), (errno.EMFILE, False), (errno.ESTALE, False)]
+)
+def test_a_page_that_the_medium_has_lost_is_stored_again(
+    tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch, error: int, is_lost: bool
+) -> None:
+    storage = storage_of(tmp_path, host)
+    stored(storage)
+    bad, readv = file_of(storage, KEYS[2]), os.readv
+    os.link(bad, tmp_path / "its inode stays taken")
+    inode = bad.stat().st_ino
+
+    def with_bad_sector(fd: int, views: list[memoryview]) -> int:
+        if os.fstat(fd).st_ino == inode:
+            raise OSError(error, os.strerror(error))
+        return readv(fd, views)
+
+    monkeypatch.setattr(os, "readv", with_bad_sector)
+    assert read(storage, host) == 2
+    assert bad.exists() is not is_lost
+    stored(storage, op=2)
+    assert (read(storage, host) == 6) is is_lost
+    monkeypatch.undo()
+    assert read(storage, host) == 6, "another error passes"
+    storage.close()
+
+
 def test_folders_that_cannot_be_used_are_a_wrong_setting(tmp_path: Path, host: HostPool) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file' cannot be used"):

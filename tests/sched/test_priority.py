@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from serinus.core.errors import CapacityError, TooLate
@@ -250,3 +251,15 @@ def test_a_prompt_that_cannot_be_computed_by_its_deadline_is_refused_when_it_com
     assert engine.scheduler.totals.computed_tokens == 48 + 1 + 8  # nothing was computed for it
     engine.scheduler.abort("short", "late")
     engine.check_drained()
+
+
+@pytest.mark.parametrize(("important", "other"), [(0, 10), (-5, 0), (1, 2), (-3, -2)])
+def test_under_the_eviction_policy_priority_prompts_of_less_important_requests_leave_first(
+    important: int, other: int
+) -> None:
+    engine = TinyEngine(policy="priority", page_count=13)
+    for rid, first, priority in (("older", 100, important), ("later", 200, other), ("needs room", 300, other)):
+        engine.add(rid, range(first, first + 17), max_new_tokens=1, priority=priority)
+        engine.run()
+    found = [engine.cache.probe("", np.arange(first, first + 16, dtype=np.int32)).device for first in (100, 200)]
+    assert found == [16, 12]

@@ -218,6 +218,82 @@ def test_best_effort_does_not_wait() -> None:
     assert engine.answers["a"].tokens == expected(engine, "a", PROMPT, 1)
 
 
+def restarted(prompts: list[list[int]], **settings: Any) -> TinyEngine:
+    """An engine that begins anew beside a storage that has these prompts."""
+    pages: StoredPages = {}
+    first = TinyEngine(host_pages=513, stored=pages)
+    for number, prompt in enumerate(prompts):
+        first.add(f"warm {number}", prompt, max_new_tokens=1)
+        first.run()
+    first.run()
+    return TinyEngine(stored=pages, **{"max_running_requests": 2, **settings})
+
+
+def sources(engine: TinyEngine, rid: str) -> dict[str, int]:
+    """Where the KV of an answered request's prompt was found."""
+    last = engine.answers[rid].last
+    assert last is not None
+    assert last.usage is not None
+    return dict(last.usage.cached_tokens)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"prefetch_policy": "timeout"}, {"overlaps": True}, {"schedule_policy": "lpm"}]
+)
+@pytest.mark.parametrize(
+    ("count", "length", "host_pages"),
+    [pytest.param(16, 22, 25, id="more than the host has room for"), pytest.param(100, 5, 401, id="more than 64")],
+)
+def test_each_of_many_prompts_that_wait_is_read_from_the_storage(
+    count: int, length: int, host_pages: int, settings: dict[str, Any]
+) -> None:
+    prompts = [[number + 1, *range(200, 199 + length)] for number in range(count)]
+    engine = restarted(prompts, host_pages=host_pages, **settings)
+    for number, prompt in enumerate(prompts):
+        engine.add(f"r{number}", prompt, max_new_tokens=2)
+    engine.run()
+    found = [sources(engine, f"r{number}") for number in range(count)]
+    assert found == [{"storage": (length - 1) // 4 * 4}] * count
+    assert not engine.cache.prefetches_full(10_000), "nothing is kept for requests that have ended"
+    engine.check_drained()
+
+
+def test_the_first_in_line_is_read_from_the_storage_whatever_is_kept_for_others() -> None:
+    prompts = [[number, *range(200, 221)] for number in (1, 2)]
+    engine = restarted(prompts, host_pages=11, schedule_policy="priority", priority_ageing_s=0)
+    for rid in ("run", "too"):
+        engine.add(rid, [7, 8, 9], max_new_tokens=6, priority=-9)
+    engine.step()
+    engine.add("asked", prompts[0], max_new_tokens=1, priority=5)
+    for _ in range(3):
+        engine.step()
+    engine.add("urgent", prompts[1], max_new_tokens=1, priority=0)
+    ends: list[str] = []
+    while not engine.scheduler.idle:
+        outcome = engine.step()
+        ends += [delta.rid for delta in outcome.deltas if delta.finish is not None] if outcome else []
+    assert ends.index("urgent") < ends.index("asked")
+    assert sources(engine, "urgent") == {"storage": 20}
+
+
+def test_prompts_that_are_tried_first_wait_for_no_room_that_others_keep_on_the_host() -> None:
+    """The longest cached prefixes are tried first. What the host keeps for an older prompt goes on only when that is
+    tried too, and it is not, as long as these two wait."""
+    trunk = list(range(300, 324))
+    prompts = [list(range(200, 221)), *([*trunk, *range(first, first + 21)] for first in (400, 500))]
+    engine = restarted(prompts, host_pages=11, schedule_policy="lpm", max_running_requests=1)
+    engine.add("trunk", [*trunk, 7], max_new_tokens=1)
+    engine.run()
+    engine.add("runs", [7, 8, 9], max_new_tokens=6)
+    engine.step()
+    for rid, prompt in zip(("old", "b", "c"), prompts, strict=True):
+        engine.add(rid, prompt, max_new_tokens=1)
+        engine.step()
+    engine.run()
+    assert [sources(engine, rid) for rid in ("b", "c")] == [{"device": 24, "storage": 20}] * 2
+    assert engine.answers["old"].finish is not None
+
+
 def test_an_aborted_request_lets_its_prefetch_go() -> None:
     engine = stored(prefetch_policy="wait_complete")
     engine.add("a", PROMPT, max_new_tokens=1)

@@ -31,6 +31,9 @@ _OURS = re.compile(r"\.(writers|removed|secret)|[0-9a-f]{2}|tp[0-9]+-pp[0-9]+-.*
 BLOCK_BYTES = 4096
 """What header and data are multiples of, in a file and in memory, where they may go past the page cache."""
 _NO_ATIME, _DIRECT = getattr(os, "O_NOATIME", 0), getattr(os, "O_DIRECT", 0)
+_LOST = {getattr(errno, name, None) for name in ("EIO", "ENODATA", "EUCLEAN", "EBADMSG")}
+"""What a read says of a bad sector, and where a file system finds bytes that are not what it wrote. Other errors pass:
+the file is good."""
 _HOUR_S = 3600
 
 
@@ -202,6 +205,10 @@ class Disk:
             if _read_all(fd, head, into) != expected:
                 return "it became shorter while it was read"
             header[:] = head
+        except OSError as error:
+            if error.errno not in _LOST:
+                raise
+            return f"the medium has lost its bytes: {error}"
         finally:
             os.close(fd)
         return ""
