@@ -64,15 +64,16 @@ MODELS = {
 }
 """Names, and what to say besides."""
 _WINDOWS = {
-    None: "-", Sliding.ALL: "all layers", Sliding.ABOVE: "upper layers", Sliding.UPPER: "upper layers",
-    Sliding.TURNS: "every other layer", Sliding.STILL: "layers that do not rotate", Sliding.PATTERN: "by pattern",
+    None: "-", Sliding.ALL: "all layers", Sliding.ASKED: "all layers", Sliding.ABOVE: "upper layers",
+    Sliding.UPPER: "upper layers", Sliding.TURNS: "every other layer", Sliding.STILL: "layers that do not rotate",
+    Sliding.PATTERN: "by pattern",
 }  # fmt: skip
 _HEADS, _KV_HEADS = 8, 4
 _CONFIG: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": _HEADS, "head_dim": 16,
     "num_key_value_heads": _KV_HEADS, "vocab_size": 512, "max_position_embeddings": 4096, "num_local_experts": 8,
     "num_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-    "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20,
+    "n_group": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20,
 }  # fmt: skip
 """Of a small model; each family reads of it what it knows."""
 _WINDOW = {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 2}

@@ -18,9 +18,10 @@ def splitmix64(x: int) -> int:
 def choice_seed(seed: int, choice: int) -> int:
     """The seed of one of the `n` answers to a prompt: the request's own for the first, others made of it.
 
-    One rule for HTTP and for `LLM`, so that the same seed gives the same answers.
+    One rule for HTTP and for `LLM`, so that the same seed gives the same answers. Mixed before the choice is added:
+    the second answer of seed 7 is none of those of seed 8.
     """
-    return seed if choice == 0 else splitmix64((seed + choice) & MASK64) >> 1
+    return seed if choice == 0 else splitmix64((splitmix64(seed & MASK64) + choice) & MASK64) >> 1
 
 
 class Rng(random.Random):

@@ -76,7 +76,8 @@ class Decoder:
         self._comm = comm or SoloComm()
         self._kernels = kernels
         weights = take_weights(spec, source, kernels, positions or spec.context_length, self.shard)
-        self._embedding_VE, self._norm_E, self._head = weights.embedding_VE, weights.norm_E, weights.head
+        self._embedding_VE, self._norm_E = weights.embedding_VE, weights.norm_E
+        self._head, self._head_norm_E = weights.head, weights.head_norm_E
         self._layers, self._mixtures, self._latents = weights.layers, weights.mixtures, weights.latents
         self.has_kv_scales = any(layer.kv_scales != _UNSCALED for layer in self._layers)
         self._scale = spec.head_size**-0.5 if spec.attention_scale is None else spec.attention_scale
@@ -169,10 +170,10 @@ class Decoder:
         Raises InvariantError: this rank is not of the last stage.
         Cost: one read of the output head; B * V elements gathered.
         """
-        if self._head is None or self._norm_E is None:
+        if self._head is None or self._head_norm_E is None:
             raise InvariantError(f"models: logits on {self.shard.name}, expected that of the last stage alone")
         logits_BV = self._comm.gather_last(
-            self._kernels.norm_linear(None, hidden_BE, self._norm_E, self.spec.norm_eps, self._head)
+            self._kernels.norm_linear(None, hidden_BE, self._head_norm_E, self.spec.norm_eps, self._head)
         )
         if logits_BV is None:
             return None

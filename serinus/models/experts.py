@@ -32,6 +32,10 @@ class ExpertFamily:
     """`first_k_dense_replace` where the config does not name it."""
     scale: float = 1.0
     """`routed_scaling_factor` where the config does not name it."""
+    groups: int = 1
+    """`n_group` where the config does not name it (null there means 1)."""
+    groups_chosen: int = 1
+    """`topk_group` where the config does not name it."""
     biased: bool = False
     """Router and experts have biases."""
     gate: Literal["silu", "swiglu_oai"] = "silu"
@@ -92,7 +96,7 @@ def expert_fields(config: ConfigFields, family: ExpertFamily, layer_count: int) 
     shared = config.whole("n_shared_experts", 0, low=0) * size
     for name in ("shared_expert_intermediate_size", "shared_intermediate_size"):
         shared = config.whole(name, shared, low=0)
-    groups = config.whole("n_group", 1)
+    groups = 1 if config.given("n_group", family.groups) is None else config.whole("n_group", family.groups)
     if family.method_said:
         if config.get("topk_method", "greedy") not in ("greedy", "group_limited_greedy"):
             raise config.fail("topk_method", "greedy or group_limited_greedy")
@@ -113,7 +117,7 @@ def expert_fields(config: ConfigFields, family: ExpertFamily, layer_count: int) 
         scale=config.real("routed_scaling_factor", family.scale),
         corrected=family.corrected,
         groups=groups,
-        groups_chosen=config.whole("topk_group", 1) if groups > 1 else 1,
+        groups_chosen=config.whole("topk_group", family.groups_chosen) if groups > 1 else 1,
         biased=family.biased,
         gate=family.gate,
     )

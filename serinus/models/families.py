@@ -23,6 +23,8 @@ class Sliding(Enum):
 
     ALL = "all"
     """Every layer has the window."""
+    ASKED = "asked"
+    """Every layer, and only with `use_sliding_window`."""
     ABOVE = "above"
     """Those from `max_window_layers` on, and only with `use_sliding_window`."""
     UPPER = "upper"
@@ -61,6 +63,8 @@ class Family:
 
     qkv_bias: bool | None = None
     """Bias of the q, k, v projections; None = `attention_bias` of the config says (also for the output projection)."""
+    biased: bool = False
+    """`attention_bias` where the config does not name it."""
     output_bias: bool | None = None
     """Bias of the output projection; None = as qkv_bias says where that is None, else none."""
     mlp_bias: bool | None = False
@@ -109,6 +113,8 @@ class Family:
     """Base of the wavelengths of sliding layers where they have their own."""
     theta: float = 10000.0
     """Base of the wavelengths where the config has none."""
+    scaling: Mapping[str, Any] | None = None
+    """`rope_scaling` where the config has neither it nor `rope_parameters`."""
     experts: ExpertFamily | None = None
     """What its mixtures of experts imply; None = every MLP is dense."""
     sinks: bool = False
@@ -130,6 +136,7 @@ class Family:
 _GLM = Family(
     norm_eps=1.5625e-07,
     qkv_bias=None,
+    biased=True,
     output_bias=False,
     fused_mlp=True,
     head_size=128,
@@ -137,6 +144,12 @@ _GLM = Family(
     rotated=0.5,
     interleaved=True,
 )
+_GPT_OSS_SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 FAMILIES: Mapping[str, Family] = {
     "CohereForCausalLM": Family(norm_eps=1e-5, cohere=True, norms=_COHERE_NORMS, interleaved=True, theta=500000.0),
     "Cohere2ForCausalLM": Family(
@@ -153,12 +166,14 @@ FAMILIES: Mapping[str, Family] = {
     "Glm4ForCausalLM": replace(_GLM, norms=_GLM4_NORMS),
     "GptOssForCausalLM": Family(
         norm_eps=1e-5,
+        biased=True,
         head_size=64,
         kv_head_count=8,
         sliding=Sliding.PATTERN,
         window=128,
         pattern=2,
         theta=150000.0,
+        scaling=_GPT_OSS_SCALING,
         sinks=True,
         quantizations=("mxfp4",),
         experts=ExpertFamily(biased=True, gate="swiglu_oai"),
@@ -178,7 +193,7 @@ FAMILIES: Mapping[str, Family] = {
         experts=ExpertFamily(normalized=False, shared_gate=True),
     ),
     "Qwen3MoeForCausalLM": Family(
-        qk_norm=True, qkv_bias=None, sliding=Sliding.ALL, experts=ExpertFamily(normalized=False)
+        qk_norm=True, qkv_bias=None, sliding=Sliding.ASKED, window=4096, experts=ExpertFamily(normalized=False)
     ),
     "Glm4MoeForCausalLM": Family(
         norm_eps=1e-5,
@@ -204,7 +219,7 @@ FAMILIES: Mapping[str, Family] = {
         qkv_bias=None,
         latent=True,
         interleaved=True,
-        experts=ExpertFamily(sigmoid=True, corrected=True, dense_first=3, scale=2.5),
+        experts=ExpertFamily(sigmoid=True, corrected=True, dense_first=3, scale=2.5, groups=8, groups_chosen=4),
     ),
     "GraniteMoeForCausalLM": Family(multipliers=True, experts=ExpertFamily()),
     "GraniteMoeSharedForCausalLM": Family(multipliers=True, experts=ExpertFamily()),
@@ -254,19 +269,24 @@ FAMILIES: Mapping[str, Family] = {
 
 _LAYERS_MAX = 10_000
 """Far more than any model has; a spec names the part of each."""
-_OPTIONAL = (Sliding.ABOVE, Sliding.TURNS, Sliding.STILL)
+_OPTIONAL = (Sliding.ASKED, Sliding.ABOVE, Sliding.TURNS, Sliding.STILL)
 _LAYER_TYPES = {"full_attention": Part.FULL, "sliding_attention": Part.SWA}
 
 
 def family_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
     """The fields of a ModelSpec that the family decides. Raises ConfigError for missing, wrong or unknown ones."""
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
-    attention_bias = config.flag("attention_bias", False) if family.qkv_bias is None else family.qkv_bias
+    attention_bias = config.flag("attention_bias", family.biased) if family.qkv_bias is None else family.qkv_bias
     layer_count = config.whole("num_hidden_layers", high=_LAYERS_MAX)
     context = config.whole("max_position_embeddings")
     layer_parts, window = _windows(config, family, layer_count, context)
     rope, rope_swa = ropes_of(
-        config, family.theta, family.local_rope, rotated=family.rotated, interleaved=family.interleaved
+        config,
+        family.theta,
+        family.local_rope,
+        rotated=family.rotated,
+        interleaved=family.interleaved,
+        scaling=family.scaling,
     )
     experts = _experts(config, family, layer_count)
     shared_mlp = family.hybrid and experts is None

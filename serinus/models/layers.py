@@ -44,6 +44,8 @@ class RankWeights:
     """Its rows of the vocabulary; None but on the first stage."""
     norm_E: torch.Tensor | None
     """Weight of the last norm; None but on the last stage."""
+    head_norm_E: torch.Tensor | None
+    """The same as logits want it, scaled as they are."""
     head: PackedLinear | None
     """Its rows of the output head, filled up with zeros; None but on the last stage."""
 
@@ -58,10 +60,10 @@ def take_weights(spec: ModelSpec, source: WeightSource, kernels: Kernels, positi
     Cost: reads every weight of this rank once; at most one layer's largest weight is resident twice.
     """
     embedding_VE, head_VE = _vocabulary(spec, source, shard)
-    norm_E = None
+    norm_E = head_norm_E = None
     if shard.is_last:
         norm_E = _norm(spec, source.take("model.norm.weight", (spec.hidden_size,)))
-        norm_E = norm_E if spec.logit_scale == 1.0 else norm_E.float() * spec.logit_scale
+        head_norm_E = norm_E if spec.logit_scale == 1.0 else norm_E.float() * spec.logit_scale
     head = None if head_VE is None else kernels.pack_linear(_padded(head_VE, shard.vocab_share), None)
     taken = _Recorder(source)
     rotations = _rotations(spec, positions, torch.device(source.device))
@@ -78,6 +80,7 @@ def take_weights(spec: ModelSpec, source: WeightSource, kernels: Kernels, positi
         latents=tuple(latent for _, _, latent in loaded),
         embedding_VE=embedding_VE,
         norm_E=norm_E,
+        head_norm_E=head_norm_E,
         head=head,
     )
 

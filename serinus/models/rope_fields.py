@@ -37,7 +37,13 @@ class RopeSpec:
 
 
 def ropes_of(
-    config: ConfigFields, theta: float, local_theta: float | None, *, rotated: float, interleaved: bool
+    config: ConfigFields,
+    theta: float,
+    local_theta: float | None,
+    *,
+    rotated: float,
+    interleaved: bool,
+    scaling: Mapping[str, Any] | None = None,
 ) -> tuple[RopeSpec, RopeSpec | None]:
     """The rotation of FULL layers, and that of sliding layers where they have their own.
 
@@ -46,12 +52,14 @@ def ropes_of(
         local_theta: that of sliding layers; None = they have no rotation of their own.
         rotated: `partial_rotary_factor` where the config does not name it.
         interleaved: neighbours turn together where the config does not say.
+        scaling: `rope_scaling` where the config has neither it nor `rope_parameters`.
     Raises ConfigError: fields are missing, wrong or unknown.
     """
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, dict):
             raise config.fail(name, "an object")
+    old = scaling if new is None and old is None else old
     old = {"rope_type": old["type"], **old} if old and "type" in old else old or {}  # wins, as in transformers
     theta, default = config.real("rope_theta", theta), RopeSpec(rotated=rotated, interleaved=interleaved)
     if local_theta is None:

@@ -119,9 +119,13 @@ class TransformersModel:
             input_ids=batch.tokens_T[None], position_ids=batch.positions_T[None], use_cache=False,
             logits_to_keep=0 if batch.wanted_W is None else batch.wanted_W, serinus_pass=this,
         )  # fmt: skip
+        is_first = self._model.config._attn_implementation == _CHECKED
         if this.seen != list(range(self.spec.layer_count)):
-            raise InvariantError(f"models: attention of layers {this.seen} came through, expected all, once, in order")
-        if self._model.config._attn_implementation == _CHECKED:
+            said = f"attention of layers {this.seen} came through, expected all, once, in order"
+            if is_first:
+                raise ConfigError(f"models: {self.spec.architecture} cannot run over pages: {said}")
+            raise InvariantError(f"models: {said}")
+        if is_first:
             self._model.set_attn_implementation(_NAME)
         hook.after(batch)
         logits_WV: torch.Tensor = found.logits[0]

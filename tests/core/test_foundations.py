@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from serinus.core.clock import ManualClock, WallClock
 from serinus.core.errors import BadRequest, ConfigError, FrameError, SerinusError
 from serinus.core.ids import GrantCounter, new_incarnation, new_rid, new_xid
-from serinus.core.rng import MASK64, Rng, splitmix64
+from serinus.core.rng import MASK64, Rng, choice_seed, splitmix64
 
 
 def test_the_wall_clock_never_goes_back() -> None:
@@ -56,6 +56,13 @@ def test_splitmix_gives_the_published_sequence() -> None:
         outputs.append(splitmix64(state))
         state = (state + 0x9E3779B97F4A7C15) & MASK64
     assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+def test_no_two_answers_of_neighbouring_seeds_have_the_same_seed() -> None:
+    pairs = [(seed, choice) for seed in range(-20, 20) for choice in range(8)]
+    assert len({choice_seed(seed, choice) for seed, choice in pairs}) == len(pairs)
+    assert all(choice_seed(seed, 0) == seed for seed, _ in pairs)
+    assert all(-(1 << 63) <= choice_seed(seed, choice) < 1 << 63 for seed, choice in pairs)
 
 
 def test_identities_do_not_repeat() -> None:

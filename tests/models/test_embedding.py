@@ -70,6 +70,15 @@ def test_pooled_states_are_those_of_transformers(checkpoint: Path, pooling: str,
     check(checkpoint, [output.outputs[0].logprobs for output in again])
 
 
+@pytest.mark.parametrize("family", ["granite", "cohere"])
+def test_hidden_states_are_not_scaled_where_logits_are(tmp_path: Path, family: str) -> None:
+    path = make_checkpoint(tmp_path, family, tokenizer=False)
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, hidden_state=True)
+    with LLM(str(path), dtype="float32", max_total_tokens=512, skip_tokenizer_init=True) as llm:
+        outputs = llm.generate(PROMPTS, sampling)
+    check(path, [output.outputs[0].logprobs for output in outputs])
+
+
 def test_through_a_prefill_engine_it_comes_with_the_first_token(checkpoint: Path) -> None:
     both = EnginePair(checkpoint, max_total_tokens=1024, dtype="float32", page_size=16, skip_tokenizer_init=True)
     found = []

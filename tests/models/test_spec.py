@@ -81,14 +81,18 @@ def test_norms_ties_and_scales_that_a_config_leaves_out_are_those_of_transformer
     import transformers
 
     theirs = getattr(transformers, architecture).config_class()
-    small = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "qk_rope_head_dim"), 8)
+    small = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "qk_rope_head_dim"), 16)
     small |= {"num_experts_per_tok": 2, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
     layers = {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
     config = {**BASE, **small, **layers, "num_key_value_heads": 2, "architectures": [architecture]}
     spec = load_spec(write(tmp_path, config))
     assert spec.norm_eps == getattr(theirs, "rms_norm_eps", getattr(theirs, "layer_norm_eps", None))
     assert spec.tied == theirs.tie_word_embeddings
+    if FAMILIES[architecture].qkv_bias is None:
+        assert spec.qkv_bias == theirs.attention_bias
     if spec.experts is not None:
+        assert spec.experts.groups == (getattr(theirs, "n_group", None) or 1)
+        assert spec.experts.groups_chosen == (getattr(theirs, "topk_group", None) or 1)
         assert spec.experts.scale == getattr(theirs, "routed_scaling_factor", 1.0)
         assert spec.experts.normalized == getattr(theirs, "norm_topk_prob", True)
     if isinstance(theirs.default_theta, float):
@@ -141,6 +145,22 @@ def test_rope_scaling_wins_over_what_a_file_says_in_rope_parameters(tmp_path: Pa
     assert load_spec(path, overrides={"rope_parameters": other}).rope == RopeSpec(kind="linear", factor=2.0)
     path = write(tmp_path, new)
     assert load_spec(path, overrides={"rope_scaling": scaling}).rope == RopeSpec(theta=5e5, kind="linear", factor=4.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [{}, {"rope_scaling": None, "rope_theta": 5e5}])
+def test_gpt_oss_stretches_its_wavelengths_where_the_config_says_nothing_of_it(
+    tmp_path: Path, given: dict[str, Any]
+) -> None:
+    import transformers
+
+    config = {**BASE, "architectures": ["GptOssForCausalLM"], "num_key_value_heads": 2, "num_local_experts": 8, **given}
+    theirs = transformers.GptOssConfig(**given).rope_parameters
+    rope = load_spec(write(tmp_path, {**config, "num_experts_per_tok": 2})).rope
+    assert (rope.kind, rope.theta) == (theirs["rope_type"], theirs["rope_theta"])
+    assert rope.original_context == theirs["original_max_position_embeddings"]
+    found = {**dict(rope.given), "beta_fast": 32.0, "beta_slow": 1.0}  # which yarn has where they are not named
+    assert {name: theirs[name] for name in found} == found
 
 
 def test_eos_ids_are_those_of_the_config(tmp_path: Path) -> None:
@@ -201,6 +221,8 @@ def test_which_layers_slide_is_read_as_the_family_means_it(
         ("Qwen2MoeForCausalLM", {"max_window_layers": 3}, (F,) * 5),
         ("Qwen2ForCausalLM", {**ON, "max_window_layers": 3}, (F, F, F, S, S)),
         ("Qwen3ForCausalLM", {**ON, "max_window_layers": 3}, (F, F, F, S, S)),
+        ("Qwen3MoeForCausalLM", ON, (S,) * 5),
+        ("Qwen3MoeForCausalLM", {}, (F,) * 5),
     ],
 )
 def test_without_layer_types_those_layers_slide_that_do_in_transformers(
@@ -213,7 +235,11 @@ def test_without_layer_types_those_layers_slide_that_do_in_transformers(
     config = {**BASE, **experts, **sizes, "architectures": [architecture]}
     theirs = getattr(transformers, architecture).config_class(**sizes)
     assert load_spec(write(tmp_path, config)).layer_parts == parts
-    assert [kind == "sliding_attention" for kind in theirs.layer_types] == [part is S for part in parts]
+    kinds = getattr(theirs, "layer_types", None)
+    slides = (
+        [theirs.sliding_window is not None] * 5 if kinds is None else [kind == "sliding_attention" for kind in kinds]
+    )
+    assert slides == [part is S for part in parts]
 
 
 def test_gemma_3_turns_its_sliding_layers_by_another_base(tmp_path: Path) -> None:

@@ -46,9 +46,11 @@ KINDS: dict[str, dict[str, Any]] = {
         },
     },
     "Phimoe": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4096},
+    "DiffLlama": {"num_key_value_heads": 2},
     "StableLm": {},
 }
-"""The last one's attention in transformers cannot be replaced."""
+"""The last one's attention in transformers cannot be replaced, and layers of the one before attend twice."""
+REFUSED = ("DiffLlama", "StableLm")
 Make = Callable[[str], Path]
 
 
@@ -71,7 +73,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return made
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "StableLm"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in REFUSED])
 def test_logits_and_greedy_tokens_are_those_of_transformers_alone(make: Make, kind: str) -> None:
     path, prompt = make(kind), random_ids(7, 150)
     direct, model = engine(path, torch.float32)
@@ -174,6 +176,12 @@ def test_a_window_that_is_masked_and_not_told_or_told_and_not_masked_is_refused(
     (path / "config.json").write_text(json.dumps({**written, "sliding_window": 24}))
     direct, _ = engine(path, torch.float32)
     with pytest.raises(ConfigError, match=f"{kind}Attention.* masks a window of {masked} and tells its .* of {told}"):
+        direct.generate([direct.start(random_ids(7, 9), GREEDY, tokens=2)], 1)
+
+
+def test_layers_that_attend_more_than_once_are_refused(make: Make) -> None:
+    direct, _ = engine(make("DiffLlama"), torch.float32)
+    with pytest.raises(ConfigError, match=r"DiffLlamaForCausalLM cannot run over pages: .* \[0, 0, 1, 1, 2, 2\]"):
         direct.generate([direct.start(random_ids(7, 9), GREEDY, tokens=2)], 1)
 
 
