@@ -20,6 +20,7 @@ from serinus.core.cores import cores, threads_env
 from serinus.core.lifeline import end_with_parent
 from serinus.core.log import get_logger
 from serinus.core.private_folder import PrivateFolder
+from serinus.core.settings import ServerSettings
 from serinus.ranks.exit_reason import LOST_CODE, EngineExit, ExitRecord
 
 if TYPE_CHECKING:
@@ -90,6 +91,19 @@ def obeyed(tree: type[_TreeT]) -> _TreeT:
     given = json.loads(sys.stdin.readline())
     end_with_parent(int(given["parent"]), signal.SIGTERM)
     return tree.from_json(given["config"])
+
+
+def told_to_end(server: ServerSettings) -> asyncio.Event:
+    """Set by what tells this process to end, until its HTTP server takes signals (`HttpServer.capture_signals`).
+
+    Call it in the loop. An exception in place of it may come within a callback of the collector, where Python drops it.
+    """
+    told, loop = asyncio.Event(), asyncio.get_running_loop()
+    rereads = server.api_keys_file or server.ssl_certfile  # what SIGHUP asks for then has been read just now
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
+            loop.add_signal_handler(number, (lambda: None) if rereads and number == signal.SIGHUP else told.set)
+    return told
 
 
 async def stop_process(process: asyncio.subprocess.Process, *, s_max: float) -> int:

@@ -10,15 +10,13 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from serinus.cli.parser import Command, add_settings, make_parser, need_model, read_config
-from serinus.cli.processes import EngineProcess, obeyed
+from serinus.cli.processes import EngineProcess, obeyed, told_to_end
 from serinus.cli.router import drain_within
 from serinus.cli.shape import check_shape
 from serinus.core.addresses import http_url
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
     from serinus.wire.messages import Ready
 
 _log = get_logger("cli")
-_ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""What tells a server to stop, before it listens to HTTP."""
 _GONE_GRACE_S = 2.0
 """After its engine died, a front gets this long to tell its clients."""
 
@@ -68,23 +64,17 @@ def run(command: Command, words: Sequence[str]) -> int:
         setup_logging(config.server.log_level, f"node {config.parallel.node_rank}", config.server.log_format)
         return run_node(config)
     setup_logging(config.server.log_level, "" if child is not None else "front", config.server.log_format)
-    for number in _ENDS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, _leave_early)
+    return asyncio.run(_serve(config, clock, started, child))
+
+
+async def _serve(config: ServeConfig, clock: Clock, started: float, child: int | None) -> int:
+    told = told_to_end(config.server)
     from serinus.front import bind, server_tls
 
     front_settings(config)  # a wrong one is refused before anything starts
     tls = server_tls(config.server)
     with bind(config.server.host, config.server.port) as sock, EngineProcess(config) as engine:
-        service = _Service(config, engine, sock, clock, started, child, tls)
-        return asyncio.run(service.live())
-
-
-def _leave_early(number: int, frame: FrameType | None) -> NoReturn:
-    """Told to stop before the HTTP server listens to that: by way of an exception, so that the folder is removed."""
-    for each in _ENDS:
-        signal.signal(each, signal.SIG_IGN)
-    raise SystemExit(128 + number)
+        return await _Service(config, engine, sock, clock, started, child, tls).live(told)
 
 
 def front_settings(config: ServeConfig) -> FrontSettings:
@@ -130,8 +120,8 @@ class _Service:
         self._tls = tls
         self._url = http_url(config.server.host, sock.getsockname()[1], tls=tls is not None)
 
-    async def live(self) -> int:
-        """Start the engine, serve, stop the engine; the exit code."""
+    async def live(self, told: asyncio.Event) -> int:
+        """Start the engine, serve, stop the engine; the exit code. `told`: see `told_to_end`."""
         config = self._config
         here = len(config.parallel.local_ranks)
         _log.info(
@@ -160,14 +150,19 @@ class _Service:
             app, self._sock, on_drain=lambda: self._drain(client), metrics=app.state.front.metrics, tls=self._tls,
             keys=app.state.front.keys,
         )  # fmt: skip
-        watch = asyncio.create_task(self._watch(client))
+        tasks = [asyncio.create_task(self._watch(client)), asyncio.create_task(self._stop_once(told))]
         settle_heap()
         try:
             await self._server.serve(sockets=[self._sock])
         finally:
-            watch.cancel()
+            for task in tasks:
+                task.cancel()
             code = await self._engine.stop(s_max=0 if self._server.force_exit else config.server.drain_s_max)
         return self._code or (1 if code > 0 else 0)
+
+    async def _stop_once(self, told: asyncio.Event) -> None:
+        await told.wait()
+        self._server.stop()
 
     async def _watch(self, client: EngineClient) -> None:
         """The engine ended by itself: fail all open requests with its reason, and end too."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from serinus.cli.parser import Command, add_settings, make_parser, need_model, read_config
-from serinus.cli.processes import read_report, start_server, stop_server
+from serinus.cli.processes import read_report, start_server, stop_server, told_to_end
 from serinus.cli.router import drain_within, router_settings
 from serinus.cli.shape import check_shape
 from serinus.core.addresses import http_url
@@ -139,13 +139,18 @@ def run(command: Command, words: Sequence[str]) -> int:
             raise ConfigError("--ray: ray is not installed, expected it: pip install -e '.[ray]'") from err
         return run_on_ray(config, clock, started, arguments.ready_fd)
     check_path(config.model.model_path)  # on a cluster it may be a path of the nodes alone
+    return asyncio.run(_up(config, clock, started, arguments.ready_fd))
+
+
+async def _up(config: UpConfig, clock: Clock, started: float, ready_fd: int | None) -> int:
+    told = told_to_end(config.server)
     from serinus.front import KeyFile, bind, server_tls
 
     if config.server.api_keys_file:
         KeyFile(config.server.api_keys_file)  # a wrong one is refused before anything starts
     tls = server_tls(config.server)
     with bind(config.server.host, config.server.port) as sock:
-        return asyncio.run(_Group(config, sock, tls, clock, started, arguments.ready_fd).live())
+        return await _Group(config, sock, tls, clock, started, ready_fd).live(told)
 
 
 def _check(member: Member) -> None:
@@ -180,11 +185,8 @@ class _Group:
         self._changed = asyncio.Event()
         """Set when a member became ready."""
 
-    async def live(self) -> int:
-        """Start everything, route, stop everything; the exit code."""
-        told = asyncio.Event()  # until the server takes signals, asyncio.run would cancel what it finds
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, told.set)
+    async def live(self, told: asyncio.Event) -> int:
+        """Start everything, route, stop everything; the exit code. `told`: see `told_to_end`."""
         for member in self._members:
             await self._spawn(member)
         from serinus.front import HttpServer, create_router_app, router_limits

@@ -41,8 +41,10 @@ _GROUPS: dict[str, type] = {
     )
 }  # fmt: skip
 _ROUTER_PORT = 8000
-_ROLE_OF = {"prefill_addresses": "decode", "on_failure": "decode", "bootstrap_port": "prefill"}
-"""Settings of PdSettings that only engines of one role look at, and that say nothing to others."""
+_OF_DECODE = ("prefill_addresses", "min_remote_tokens", "local_gain", "on_failure", "optimistic_prefill")
+_OF_PREFILL = ("bootstrap_port", "park_tokens")
+_OF_ALL = ("mode", "cluster_secret")
+"""Settings of PdSettings that only engines of one role look at, and those of every engine; the others are of both."""
 _TreeT = TypeVar("_TreeT", bound="ConfigTree")
 _GroupT = TypeVar("_GroupT", ModelSettings, MemorySettings, ScheduleSettings, ParallelSettings, CanarySettings)
 
@@ -82,13 +84,21 @@ _LEFT_OUT: dict[str, frozenset[str]] = {
             "parallel.pp_layer_partition",
         }
     ),
+    "RouterConfig": frozenset({"server.watchdog_s_max"}),  # it takes no steps
 }
-"""Settings of a tree's groups that its command decides by itself."""
+"""Settings of a tree's groups that its command decides by itself, or has no use for."""
 
 
-def _not_of(role: str) -> Iterator[Setting]:
-    """The settings of handoffs that an engine of this role does not look at."""
-    return (setting for setting in settings_of(PdSettings) if _ROLE_OF.get(setting.name, role) != role)
+def _roles_for(setting: Setting) -> tuple[str, ...]:
+    """Of which roles the engines are that look at a setting of handoffs."""
+    if setting.name in _OF_ALL:
+        return (*ROLES, "unified")
+    return ("decode",) if setting.name in _OF_DECODE else ("prefill",) if setting.name in _OF_PREFILL else ROLES
+
+
+def not_of_role(role: str) -> Iterator[Setting]:
+    """The settings of handoffs that an engine of this role does not look at, and refuses but for their defaults."""
+    return (setting for setting in settings_of(PdSettings) if role not in _roles_for(setting))
 
 
 def _router_server() -> ServerSettings:
@@ -133,12 +143,12 @@ class ServeConfig(EngineConfig):
                 f"config: --disaggregation-transfer-backend is 'cuda_ipc' with {self.parallel.nnodes} hosts, expected"
                 f" one host, or auto or tcp"
             )
-        for setting in _not_of(self.role):
+        for setting in not_of_role(self.role):
             value = getattr(self.pd, setting.name)
             if value != setting.default:
                 raise ConfigError(
                     f"config: {setting.flag} is {value!r} with --disaggregation-mode {self.pd.mode}, expected"
-                    f" --disaggregation-mode {_ROLE_OF[setting.name]}"
+                    f" --disaggregation-mode {' or '.join(_roles_for(setting))}"
                 )
         if self.sched.disable_radix_cache and self.cache.enable_hierarchical_cache:
             raise ConfigError(
@@ -248,7 +258,7 @@ class UpConfig(EngineConfig):
 
     def _pd_of(self, role: str) -> PdSettings:
         """Its part in handoffs; it is not told what only the other role looks at."""
-        own: dict[str, Any] = {setting.name: setting.default for setting in _not_of(role)}
+        own: dict[str, Any] = {setting.name: setting.default for setting in not_of_role(role)}
         return replace(self.pd, **own | {"mode": "null" if role == "unified" else role, "bootstrap_port": 0})
 
     def engine(self, *, role: str, name: str, port: int, threads: int) -> ServeConfig:

@@ -106,8 +106,10 @@ class RaySettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.ray and self.scales:
-            raise ConfigError("config: engines scale between --min-... and --max-... with --ray only, expected it")
+        for item in settings_of(type(self)):
+            value = getattr(self, item.name)
+            if not self.ray and value != item.default:
+                raise ConfigError(f"config: {item.flag} is {value!r} without --ray, expected both or neither")
         if self.ray_address.startswith("ray://"):
             raise ConfigError(
                 f"config: --ray-address is {self.ray_address!r}, expected auto or host:port: run this command on a node"

@@ -135,6 +135,10 @@ class MemorySettings:
             raise ConfigError(f"config: --page-size is {self.page_size}, expected a power of two from 1 to 128")
 
 
+_OF_PRIORITY = ("max_queued_by_priority", "priority_ageing_s")
+"""Settings that the policy `priority` alone obeys."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSettings:
     """Which requests run, in which order, and how much in one step."""
@@ -190,15 +194,19 @@ class ScheduleSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if bounds_by_priority(self.max_queued_by_priority) and self.schedule_policy != "priority":
-            raise ConfigError(
-                f"config: --max-queued-by-priority is {self.max_queued_by_priority} with --schedule-policy"
-                f" {self.schedule_policy}, expected --schedule-policy priority"
-            )
+        bounds_by_priority(self.max_queued_by_priority)
+        for item in settings_of(type(self)) if self.schedule_policy != "priority" else ():
+            value = getattr(self, item.name)
+            if item.name in _OF_PRIORITY and value != item.default:
+                raise ConfigError(
+                    f"config: {item.flag} is {value} with --schedule-policy {self.schedule_policy}, expected"
+                    f" --schedule-policy priority"
+                )
 
 
 _OF_TIERS = ("hicache_",)
 _OF_STORAGE = ("hicache_storage_", "hicache_prefetch_")
+_OF_TIMEOUT = ("hicache_prefetch_",)
 _SIZE_MAX = 1_000_000_000
 """Of tiers, in GB or as a multiple: more than any machine has."""
 
@@ -252,6 +260,8 @@ class CacheSettings:
             )
         if not self.hicache_storage_dir:
             self._refuse(_OF_STORAGE, "--hicache-storage-backend")
+        if self.hicache_storage_prefetch_policy != "timeout":
+            self._refuse(_OF_TIMEOUT, "--hicache-storage-prefetch-policy timeout")
 
     def _refuse(self, names: tuple[str, ...], without: str) -> None:
         """Settings whose names begin so have their defaults, as nothing obeys them without that flag."""

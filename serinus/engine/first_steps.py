@@ -39,6 +39,8 @@ _FEW: Final = 2
 _LONG: Final = 8192
 """Tokens of a prompt whose keys and values are copied out of their pages."""
 _LOOK_S: Final = 0.05
+_REQUESTS_MAX: Final = 8
+"""That come at once."""
 _DRAWN: Final = SamplingParams(max_new_tokens=2, temperature=1.0, top_p=0.9, ignore_eos=True)
 _GREEDY: Final = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
 _ADJUSTED: Final = SamplingParams(
@@ -56,7 +58,8 @@ def first_steps(parts: RankParts, line: LeaderLine, clock: Clock) -> None:
     Raises InvariantError: they cannot run. Cost: what is compiled; with that done some ten short steps.
     """
     settings, pool = sched_settings(parts, line.depth, ()), parts.pool_specs[Part.FULL]
-    settings = replace(settings, prefetch_policy="none")
+    settings = replace(settings, prefetch_policy="none", request_s_max=0.0)  # bounds are for clients
+    settings = replace(settings, max_queued_requests=_REQUESTS_MAX, queued_max_of={})
     room = min(settings.context_length, (pool.page_count - 1) * pool.page_size)
     cache, chains = PrefixCache(geometry_of(parts.pool_specs, parts.spec.window)), None
     if specializes(parts) and parts.canary is not None and parts.canary.perturber is None:

@@ -78,6 +78,13 @@ def error_at(path: str, error: bytes) -> bytes:
     return b'{"type":"error",' + error[1:] if path.startswith("/v1/messages") else error
 
 
+def flat_error(error: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the event `error` of /v1/responses but for its number: flat, as OpenAI documents them, and the
+    object itself, which its package raises."""
+    code = error["code"] or error["type"]
+    return {"type": "error", "code": code, "message": error["message"], "param": error["param"], "error": error}
+
+
 def header_of(scope: Scope, name: str) -> str:
     """A request header (`name` in lower case); empty where it is missing."""
     wanted = name.encode("latin-1")
@@ -266,9 +273,13 @@ class HttpExchange:
             await self.end_failed(status, error_at(self.path, body))
 
     async def end_failed(self, status: int, body: bytes) -> None:
-        """End a stream that has begun with an error; clients of Anthropic's skip events that have no name."""
+        """End a stream that has begun with an error; clients of Anthropic's skip events that have no name, those of
+        /v1/responses go by the type."""
         self.status = status
         if self.path.startswith("/v1/messages"):
             await self.end(b"event: error\ndata: " + body + b"\n\n")
+        elif self.path.startswith("/v1/responses"):
+            data = _ENCODER.encode(flat_error(msgspec.json.decode(body)["error"]))
+            await self.end(b"event: error\ndata: " + data + b"\n\n")
         else:
             await self.end(b"data: " + body + b"\n\ndata: [DONE]\n\n")

@@ -13,7 +13,7 @@ from serinus.front.agent_schemas import ResponsesBody
 from serinus.front.blocks import Block, BlockRenderer, chat_body, fresh_id, named_event
 from serinus.front.calls import Call
 from serinus.front.conversation import Conversation, prepare
-from serinus.front.exchange import HttpExchange
+from serinus.front.exchange import HttpExchange, flat_error
 from serinus.front.parse import check_known, fields_as
 from serinus.front.response_items import messages_of
 from serinus.front.schemas import ChatBody, JsonSchemaFormat, ResponseFormat
@@ -160,10 +160,8 @@ class _ResponseRenderer(BlockRenderer):
         )
 
     def failed(self, error: dict[str, Any]) -> bytes:
-        code = error["code"] or error["type"]
-        flat = {"code": code, "message": error["message"], "param": error["param"]}
         self._count += 1
-        told = named_event("error", {"sequence_number": self._count - 1, **flat, "error": error})
+        told = named_event("error", {"sequence_number": self._count - 1, **flat_error(error)})
         items = [_item(block, "incomplete" if block is self.blocks[-1] else "completed") for block in self.blocks]
         response = self._response("failed", items, {"code": "server_error", "message": error["message"]})
         return told + self._event("failed", response=response)

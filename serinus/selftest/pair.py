@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from serinus.core.clock import Clock, ManualClock, WallClock
-from serinus.core.config import ServeConfig, from_names
+from serinus.core.config import ServeConfig, from_names, not_of_role
 from serinus.core.request import Request
 from serinus.engine.build import RankStarter, build_engine
 from serinus.engine.decode_role import DecodeRole
@@ -55,7 +55,9 @@ class EnginePair:
 
     def _made(self, checkpoint: Path, role: str, settings: dict[str, Any]) -> EngineDriver:
         names = {"model_path": str(checkpoint), "mode": role, "decode_log_interval": 0, "min_remote_tokens": 1}
-        config = from_names(ServeConfig, {**names, **settings})
+        others = {setting.name for setting in not_of_role(role)}
+        given = {name: value for name, value in {**names, **settings}.items() if name not in others}
+        config = from_names(ServeConfig, given)
         if self._starter is not None:
             return EngineDriver(build_engine(config, self.clock, self._starter(config, self.clock)))
         return EngineDriver(build_engine(config, self.clock, handoffs_of=self._role, backends=(self._backend,)))

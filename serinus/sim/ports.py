@@ -79,13 +79,15 @@ def config_of(shape: EngineShape, world: Shape) -> ServeConfig:
     if shape.host_pages:
         stored: dict[str, Any] = {
             "hicache_storage_backend": "file", "hicache_storage_dir": "/pages",
-            "hicache_storage_prefetch_policy": shape.prefetch, "hicache_prefetch_s_max": 0.05,
+            "hicache_storage_prefetch_policy": shape.prefetch,
+            **({"hicache_prefetch_s_max": 0.05} if shape.prefetch == "timeout" else {}),
         }  # fmt: skip
         cache = CacheSettings(
             enable_hierarchical_cache=True,
             hicache_write_policy=shape.write_policy,
             **(stored if shape.prefetch != "none" else {}),
         )
+    order: dict[str, Any] = {"schedule_policy": "priority", "priority_ageing_s": world.ageing_s} if world.ranked else {}
     return ServeConfig(
         model=ModelSettings(model_path="simulated", context_length=world.context_length),
         server=ServerSettings(name=shape.name),
@@ -94,24 +96,27 @@ def config_of(shape: EngineShape, world: Shape) -> ServeConfig:
             max_running_requests=world.rows or ROWS - 1,
             chunked_prefill_size=shape.chunk,
             decode_log_interval=0,
-            schedule_policy="priority" if world.ranked else "fcfs",
-            priority_ageing_s=world.ageing_s,
+            **order,
         ),
         cache=cache,
         pd=PdSettings(
             mode=shape.role,
-            min_remote_tokens=2,
-            on_failure=world.on_failure,
             handoff_s_max=30.0,
             keepalive_s=1.0,
             peer_s_max=5.0,
-            optimistic_prefill=world.optimistic and shape.role == "decode",
-            park_tokens=24,
             cluster_secret=world.secret,
+            **_of_role(shape, world),
         ),
         parallel=ParallelSettings(tp_size=shape.tp, pp_size=shape.pp),
         canary=canary,
     )
+
+
+def _of_role(shape: EngineShape, world: Shape) -> dict[str, Any]:
+    """The settings of handoffs that engines of this role alone look at."""
+    if shape.role == "prefill":
+        return {"park_tokens": 24}
+    return {"min_remote_tokens": 2, "on_failure": world.on_failure, "optimistic_prefill": world.optimistic}
 
 
 class Shared:

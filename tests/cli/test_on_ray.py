@@ -29,7 +29,9 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"max_decode": 3}, "with --ray only"),
+        ({"max_decode": 3}, "--max-decode is 3 without --ray"),
+        ({"ray_address": "head:6379"}, "--ray-address is 'head:6379' without --ray"),
+        ({"scale_down_s": 30.0}, "--scale-down-after is 30.0 without --ray"),
         ({"ray": True, "decode": 4, "max_decode": 3}, "--decode is 4, expected --min-decode to --max-decode: 4 to 3"),
         ({"ray": True, "prefill": 1, "min_prefill": 2}, "--prefill is 1, expected --min-prefill to"),
         ({"ray": True, "prefill": 0, "max_prefill": 2}, "--prefill is 0"),

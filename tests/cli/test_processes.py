@@ -20,13 +20,14 @@ import httpx
 import pytest
 
 from serinus.cli import main
-from serinus.cli.processes import stop_server
+from serinus.cli.processes import stop_server, told_to_end
 from serinus.cli.shape import check_shape
 from serinus.cli.up import members
 from serinus.core.config import ServeConfig, UpConfig, from_names
 from serinus.core.cores import cores, engine_threads, threads_env
 from serinus.core.errors import ConfigError
 from serinus.core.free_ports import free_ports
+from serinus.core.settings import ServerSettings
 from serinus.models.small_checkpoints import make_toy
 from serinus.testing.servers import Server
 
@@ -258,8 +259,44 @@ def test_a_server_that_is_to_end_at_once_leaves_no_directory_behind(toy: Path, t
         assert b"serinus: " in await process.stderr.readline()  # the directory is there, HTTP is not yet
         return await stop_server(process, s_max=0.0)
 
-    assert asyncio.run(start_and_stop()) in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+    assert asyncio.run(start_and_stop()) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_signal_that_comes_in_a_callback_while_a_server_imports_ends_it(toy: Path, tmp_path: Path) -> None:
+    """An exception in a callback of a weak reference is dropped."""
+    code = (
+        "import signal, sys, weakref; from serinus.cli import main\n"
+        "class Thing: pass\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'serinus.front.app':\n"
+        "            self.ref = weakref.ref(Thing(), lambda _: signal.raise_signal(signal.SIGTERM))\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "serve", str(toy), *SMALL, "--port", "0"],
+        env={**threads_env(1), "TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_what_ends_a_server_ends_one_that_does_not_listen_yet_too(told: signal.Signals) -> None:
+    async def ends(settings: ServerSettings) -> bool:
+        event = told_to_end(settings)
+        signal.raise_signal(told)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(event.wait(), 0.1)
+        return event.is_set()
+
+    assert asyncio.run(ends(ServerSettings()))
+    rereads = told == signal.SIGHUP  # with such a file it asks for that to be read again
+    assert asyncio.run(ends(ServerSettings(api_keys_file="keys.jsonl"))) is not rereads
 
 
 @pytest.mark.slow

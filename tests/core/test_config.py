@@ -176,13 +176,23 @@ def test_an_engine_of_up_has_its_own_port_name_and_threads_and_shares_the_rest()
     [
         ("prefill_addresses", ("tcp://a:1",), "decode"),
         ("on_failure", "error", "decode"),
+        ("min_remote_tokens", 8, "decode"),
+        ("local_gain", 1.5, "decode"),
+        ("optimistic_prefill", True, "decode"),
         ("bootstrap_port", 9, "prefill"),
+        ("park_tokens", 9, "prefill"),
+        ("transfer_backend", "tcp", "prefill or decode"),
+        ("bootstrap_host", "::1", "prefill or decode"),
+        ("handoff_s_max", 9.0, "prefill or decode"),
+        ("keepalive_s", 0.5, "prefill or decode"),
+        ("peer_s_max", 9.0, "prefill or decode"),
+        ("cluster_secret", "s", "null or prefill or decode"),
     ],
 )
 def test_what_only_one_role_looks_at_is_refused_by_engines_of_the_others(name: str, value: object, role: str) -> None:
     for mode in ("null", "prefill", "decode"):
         given = {"mode": mode, name: value}
-        if mode == role:
+        if mode in role.split(" or "):
             assert getattr(from_names(ServeConfig, given).pd, name) == value
             continue
         with pytest.raises(
@@ -225,3 +235,10 @@ def test_every_default_is_a_legal_value(tree: type) -> None:
 def test_a_page_size_is_a_power_of_two_up_to_128(page_size: int) -> None:
     with pytest.raises(ConfigError, match="page-size"):
         MemorySettings(page_size=page_size)
+
+
+def test_a_router_is_asked_for_no_watchdog_of_steps() -> None:
+    """A variable may be there for the engines beside it."""
+    assert read_environment(RouterConfig, {"SERINUS_WATCHDOG_TIMEOUT": "9"}) == {}
+    with pytest.raises(ConfigError, match="unknown setting 'watchdog_timeout'"):
+        from_names(RouterConfig, {"watchdog_timeout": 9.0})

@@ -24,3 +24,5 @@ def test_one_priority_twice_and_another_policy_are_refused() -> None:
         bounds_by_priority(("5=8", "5=9"))
     with pytest.raises(ConfigError, match="expected --schedule-policy priority"):
         ScheduleSettings(max_queued_by_priority=("5=8",))
+    with pytest.raises(ConfigError, match=r"--priority-ageing is 5\.0 with --schedule-policy lpm"):
+        ScheduleSettings(schedule_policy="lpm", priority_ageing_s=5.0)

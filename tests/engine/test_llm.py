@@ -46,6 +46,21 @@ def test_prompts_are_answered_in_their_order(llm: LLM, toy: Path) -> None:
     assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
 
 
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"request_timeout": 60.0},
+        {"max_queued_requests": 1},
+        {"schedule_policy": "priority", "max_queued_by_priority": ("0=1",)},
+    ],
+)
+def test_an_engine_starts_whatever_bounds_its_requests_have(toy: Path, bounds: dict[str, Any]) -> None:
+    """The steps of its start are of requests too, which come long after the machine was started."""
+    with LLM(str(toy), skip_tokenizer_init=True, page_size=4, max_total_tokens=128, **bounds) as llm:
+        (output,) = llm.generate([1, 2, 3], GREEDY)
+    assert list(output.outputs[0].token_ids) == toy_continue(load_spec(toy), [1, 2, 3], 5)
+
+
 def test_n_answers_to_one_prompt_stand_together(llm: LLM) -> None:
     (output,) = llm.generate([5, 6, 7], SamplingParams(n=3, max_tokens=2, ignore_eos=True))
     assert [answer.index for answer in output.outputs] == [0, 1, 2]

@@ -240,6 +240,15 @@ def test_settings_of_tiers_without_tiers_are_refused() -> None:
         ({"hicache_storage_size": 5.0}, "--hicache-storage-size is 5.0 without --hicache-storage-backend"),
         ({"hicache_prefetch_s_max": 3.0}, "--hicache-prefetch-timeout is 3.0 without --hicache-storage-backend"),
         ({"hicache_storage_prefetch_policy": "best_effort"}, "--hicache-storage-prefetch-policy is 'best_effort'"),
+        (
+            {
+                "hicache_storage_backend": "file",
+                "hicache_storage_dir": "kv",
+                "hicache_storage_prefetch_policy": "wait_complete",
+                "hicache_prefetch_s_max": 3.0,
+            },
+            "--hicache-prefetch-timeout is 3.0 without --hicache-storage-prefetch-policy timeout",
+        ),
         ({"hicache_ratio": math.inf}, "--hicache-ratio is inf, expected at most"),
         ({"hicache_size": math.inf}, "--hicache-size is inf, expected at most"),
         ({"hicache_storage_size": math.inf}, "--hicache-storage-size is inf, expected at most"),

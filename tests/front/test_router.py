@@ -252,6 +252,25 @@ def test_a_stream_that_breaks_midway_is_an_error_to_clients_of_every_kind_and_co
         assert running.http.get("/workers").json()["workers"][0]["circuit"] == "open"
 
 
+def test_a_stream_of_responses_that_breaks_midway_ends_with_an_error_of_its_form(route: Any) -> None:
+    """Its clients go by the `type` of events."""
+    with route(1, 0) as running:
+        running.decode[0].engine.step_s = 0.01
+        body = {"model": "canary", "max_output_tokens": 90_000, "input": "x", "stream": True}
+        with running.http.stream("POST", "/v1/responses", json=body) as response:
+            parts = response.iter_bytes()
+            came = b""
+            while b"output_text.delta" not in came:
+                came += next(parts)
+            running.decode[0].server.stop(now=True)
+            came += b"".join(parts)
+    *_, last = (event for event in came.decode().split("\n\n") if event)
+    name, data = last.split("\n")
+    said = json.loads(data.removeprefix("data: "))
+    assert (name, said["type"], said["code"], said["param"]) == ("event: error", "error", "service_unavailable", None)
+    assert said["message"] == said["error"]["message"]
+
+
 def test_a_header_that_is_no_ascii_is_no_error(route: Any) -> None:
     with route(1, 0) as running:
         answer = running.http.post("/generate", json=GREEDY, headers={"user-agent": "Müller/1".encode()})
