@@ -87,10 +87,10 @@ class WindowDetokenizer:
     def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
         self._skip_special_tokens = skip_special_tokens
-        decoded = self._decode(context) if context else ""
-        if decoded.endswith(_REPLACEMENT):
-            decoded = ""
-        self._anchor = list(context) if decoded else []
+        anchor = list(context)
+        while (decoded := self._decode(anchor) if anchor else "").endswith(_REPLACEMENT):
+            del anchor[0]  # it may begin within a character, which spoils those behind it
+        self._anchor = anchor if decoded else []
         self._ids = list(self._anchor)
         self._decoded = decoded
         self._waiting = 0

@@ -99,6 +99,12 @@ def test_the_first_word_keeps_its_space_after_a_prompt(piece_tokenizer: Tokenize
     assert piece_tokenizer.detokenizer().feed(the) == "the"
 
 
+@pytest.mark.parametrize("end", ["😀", "a😀", "日😀😀", "👩‍👩‍👧"])
+def test_the_first_word_keeps_its_space_after_characters_without_tokens(piece_tokenizer: Tokenizer, end: str) -> None:
+    the = piece_tokenizer.encode("the", add_special_tokens=False)
+    assert piece_tokenizer.detokenizer(prompt=piece_tokenizer.encode(end)).feed(the) == " the"
+
+
 def test_special_tokens_between_words_lose_no_space(piece_tokenizer: Tokenizer) -> None:
     the = piece_tokenizer.encode("the", add_special_tokens=False)
     detokenizer = piece_tokenizer.detokenizer()
