@@ -176,6 +176,10 @@ class Tokenizer:
         self._bytes[token_id] = raw
         return raw
 
+    def has(self, token_id: int) -> bool:
+        """Whether the vocabulary has this id."""
+        return self._backend.id_to_token(token_id) is not None
+
     def token_id(self, text: str) -> int | None:
         """The id of the token with just this text, where it is one."""
         return self._backend.token_to_id(text)
@@ -197,10 +201,10 @@ class Tokenizer:
 
     def detokenizer(self, *, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> Detokenizer:
         """A detokenizer for one answer to `prompt`."""
+        skip = self.special_ids if skip_special_tokens else frozenset()
         if self.byte_level:
-            return ByteDetokenizer(self, self.special_ids if skip_special_tokens else frozenset())
-        tail = [int(token_id) for token_id in prompt[-_CONTEXT_TOKENS:]]
-        return WindowDetokenizer(self, skip_special_tokens=skip_special_tokens, context=tail)
+            return ByteDetokenizer(self, skip)
+        return WindowDetokenizer(self, skip, context=[int(token_id) for token_id in prompt[-_CONTEXT_TOKENS:]])
 
 
 def _token_chars_max(described: dict[str, Any]) -> int:
