@@ -215,13 +215,14 @@ class LLM:
             chat_template_kwargs: more names for the template.
         Raises BadRequest: no messages, or none that the template takes; no chat template; or see `generate`.
         """
-        if self.tokenizer is None or self.tokenizer.template is None:
+        tokenizer = self.tokenizer
+        template = None if tokenizer is None else tokenizer.template_of(chat_template_kwargs)
+        if tokenizer is None or template is None:
             raise BadRequest("messages", "a chat", "a checkpoint whose tokenizer has a chat template")
         if not isinstance(messages, (list, tuple)) or not messages:
             raise BadRequest("messages", messages, "a list of messages, or a list of such lists, at least one")
         several = isinstance(messages[0], (list, tuple))
         chats: Sequence[Any] = messages if several else [messages]
-        tokenizer, template = self.tokenizer, self.tokenizer.template
         texts = [
             template.render(
                 checked_messages(chat, template.source),

@@ -52,6 +52,8 @@ class MessagesBody(_AgentBody, kw_only=True):
     output_config: dict[str, Any] | None = None
     """`format`: a JSON Schema of the answer; `effort`."""
     metadata: dict[str, Any] | None = None
+    speed: str | None = None
+    """Of no effect: there is one. Else it would be `seed` misspelled."""
     container: Any = None
     mcp_servers: Any = None
 

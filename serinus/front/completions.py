@@ -80,14 +80,21 @@ class _CompletionRenderer(ChoiceRenderer):
         offsets = grown.of(ids)
         if self._echo:
             ids, places = [*prompt, *ids], [*sequence.prompt_logprobs, *places]
-            offsets = [*self._prompt_offsets(prompt, text), *offsets]
+            offsets = [*self._prompt_offsets(sequence, prompt), *offsets]
         return completion_logprobs(self._tokenizer, ids, places, offsets)
 
-    def _prompt_offsets(self, prompt: list[int], text: str) -> list[int]:
-        """Special tokens are in the text where all of them were written there, and none was added."""
+    def _prompt_offsets(self, sequence: SequenceState, prompt: list[int]) -> list[int]:
+        """Special tokens are in a text where they were written there; those that the tokenizer added around it are
+        not."""
         assert self._tokenizer is not None, "front: echo without a tokenizer"
-        skips = self._tokenizer.decode(prompt, skip_special_tokens=False) != text
-        return _Offsets(self._tokenizer, 0, skips).of(prompt)
+        text = sequence.ask.text
+        if text is None:
+            return _Offsets(self._tokenizer, 0, skips=True).of(prompt)
+        written = self._tokenizer.encode(text, add_special_tokens=False)
+        added = len(prompt) - len(written)
+        before = next((at for at in range(added + 1) if prompt[at : at + len(written)] == written), 0)
+        offsets = _Offsets(self._tokenizer, 0, skips=False).of(written)
+        return [*[0] * before, *offsets, *[len(text)] * (added - before)]
 
     def chunk(self, event_: Event, *, first: bool) -> bytes:
         text = event_.text

@@ -55,7 +55,7 @@ async def render_chat(
     Raises BadRequest, PromptTooLong (more messages than tokens, or more characters than these can have).
     """
     tokenizer = await front.tokenizer("messages")
-    template = tokenizer.template
+    template = tokenizer.template_of(extra)
     if template is None:
         raise BadRequest("messages", "a chat", "a prompt at /v1/completions: this checkpoint has no chat template")
     if len(messages) > tokens_max:
@@ -189,10 +189,13 @@ async def prepare(front: Front, body: ChatBody, *, limit_field: str, field: str 
     use = tool_use(body)
     params = from_chat(body, front.ready.sampling_defaults)
     tokenizer = await front.tokenizer("messages")
-    source = tokenizer.template.source if tokenizer.template is not None else ""
+    extra = dict(body.chat_template_kwargs or {})
+    if use is not None:
+        extra["tools"] = use.tools
+    template = tokenizer.template_of(extra)
+    source = template.source if template is not None else ""
     model = front.settings.model
     style = answer_style(source, tool_call_parser=model.tool_call_parser, reasoning_parser=model.reasoning_parser)
-    extra = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         extra.setdefault("reasoning_effort", body.reasoning_effort)
     grammar_name = grammar_field(body)
@@ -208,7 +211,6 @@ async def prepare(front: Front, body: ChatBody, *, limit_field: str, field: str 
             raise BadRequest(
                 "tools", list(use.schemas), "a server with --tool-call-parser: its form of calls is unknown"
             )
-        extra["tools"] = use.tools
     marks = style.marks(tools=use is not None, reasoning=body.separate_reasoning is not False)
     if marks & tokenizer.special_texts.keys():
         params = replace(params, skip_special_tokens=bool(body.skip_special_tokens))

@@ -25,6 +25,10 @@ class AskedGrammar:
 
 
 _Json = dict[str, Any]
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords of JSON Schema that hold schemas by name."""
+_VALUES = ("enum", "const", "default", "examples")
+"""...and those that hold values, which may look like schemas."""
 _Found = Iterator[tuple[str, Any, Callable[[], Grammar]]]
 
 
@@ -137,22 +141,28 @@ def schema_grammar(field: str, value: Any, options: _Json | None = None, *, clos
     if not isinstance(schema, (dict, bool)):
         raise BadRequest(field, value, "a JSON Schema: an object, true or false")
     if closed:
-        schema = _closed(schema)
+        _close(schema)
     given = {name: option for name, option in (options or {}).items() if option is not None}
     if given:
         schema = {**(schema if isinstance(schema, dict) else {"allOf": [schema]}), "x-guidance": given}
     return _grammar(field, "json_schema", schema)
 
 
-def _closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    inner = {key: value if key in ("enum", "const", "default") else _closed(value) for key, value in schema.items()}
-    if isinstance(inner.get("properties"), dict):
-        inner.setdefault("additionalProperties", False)
-    return inner
+def _close(schema: Any) -> None:
+    """Say of each object whose schema lists properties, and no more, that it has no others; in place, however deep."""
+    left = [schema]
+    while left:
+        each = left.pop()
+        if isinstance(each, list):
+            left += each
+        elif isinstance(each, dict):
+            if isinstance(each.get("properties"), dict):
+                each.setdefault("additionalProperties", False)
+            for key, held in each.items():
+                if key in _BY_NAME and isinstance(held, dict):
+                    left += held.values()  # its keys are names, whatever they read
+                elif key not in _VALUES:
+                    left.append(held)
 
 
 def _choice(field: str, texts: list[str]) -> Grammar:

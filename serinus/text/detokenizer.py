@@ -22,6 +22,9 @@ class Vocabulary(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token of a byte-level vocabulary; empty for ids that print nothing."""
 
+    def has(self, token_id: int) -> bool:
+        """Whether there is such a token."""
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The whole text of these tokens."""
 
@@ -79,31 +82,34 @@ class WindowDetokenizer:
 
     The tail begins with an anchor, the last token that prints whole characters of its own: SentencePiece-like decoders
     drop the space of the very first token they see, so no piece may begin a decode. `context` (the last tokens of the
-    prompt) is the first anchor. Cost: two or three decodes of a few tokens, about 10 us.
+    prompt) is the first anchor. Tokens that a decoder does not see are left out: there may be any number of them in a
+    row. Cost: two or three decodes of a few tokens, about 10 us.
     """
 
-    __slots__ = ("_anchor", "_decoded", "_ids", "_skip_special_tokens", "_vocabulary", "_waiting")
+    __slots__ = ("_anchor", "_decoded", "_ids", "_skip", "_vocabulary", "_waiting")
 
-    def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> None:
+    def __init__(self, vocabulary: Vocabulary, skip: frozenset[int], *, context: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
-        self._skip_special_tokens = skip_special_tokens
-        decoded = self._decode(context) if context else ""
-        if decoded.endswith(_REPLACEMENT):
-            decoded = ""
-        self._anchor = list(context) if decoded else []
+        self._skip = skip
+        anchor = list(context)
+        while (decoded := self._decode(anchor) if anchor else "").endswith(_REPLACEMENT):
+            del anchor[0]  # it may begin within a character, which spoils those behind it
+        self._anchor = anchor if decoded else []
         self._ids = list(self._anchor)
         self._decoded = decoded
         self._waiting = 0
         """Tokens since text was last printed."""
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._vocabulary.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        return self._vocabulary.decode(token_ids, skip_special_tokens=bool(self._skip))
 
     def feed(self, token_ids: Sequence[int]) -> str:
         if not token_ids:
             return ""
         pieces: list[str] = []
         for token_id in token_ids:
+            if token_id in self._skip or not self._vocabulary.has(token_id):
+                continue
             self._ids.append(token_id)
             self._waiting += 1
             text = self._decode(self._ids)

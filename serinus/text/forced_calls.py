@@ -34,8 +34,17 @@ def forced_tag(form: CallForm, schemas: Mapping[str, Mapping[str, Any]], *, call
 
 
 def reads_pairs(schema: Mapping[str, Any]) -> bool:
-    """Whether the arguments of a function can be written as pairs."""
-    return not any(key in schema for key in _ALONE)
+    """Whether the arguments of a function can be written as pairs; those of a schema that is none cannot, and the
+    library says what is wrong with it."""
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if any(key in schema for key in _ALONE) or not (isinstance(properties, dict) and isinstance(required, list)):
+        return False
+    return all(isinstance(key, str) for key in required) and all(map(_has_values, properties.values()))
+
+
+def _has_values(schema: Any) -> bool:
+    """Whether `enum`, where a property has it, is a list."""
+    return not isinstance(schema, dict) or isinstance(schema.get("enum") or [], list)
 
 
 def _text(value: str) -> dict[str, Any]:

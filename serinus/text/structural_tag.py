@@ -174,7 +174,7 @@ class _Tags:
                 f"grammar.{where}", given, f"an object with a type, at most {_DEPTH_MAX} within each other"
             )
         kind = given.get("type")
-        if kind not in _KEYS:
+        if not isinstance(kind, str) or kind not in _KEYS:
             raise BadRequest(f"grammar.{where}.type", kind, f"one of {', '.join(_KEYS)}")
         self._check_keys(given, kind, where)
         if kind == "const_string":

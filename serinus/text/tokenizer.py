@@ -27,6 +27,7 @@ _FILES = [
     "tokenizer*",
     "special_tokens_map.json",
     "chat_template*",
+    "additional_chat_templates/*",
     "vocab*",
     "merges.txt",
     "*.tiktoken",
@@ -72,7 +73,8 @@ class _Backend(Protocol):
 class Tokenizer:
     """Encodes, decodes and renders chats; safe to share between threads.
 
-    `texts` are the special tokens by name (`bos_token`...); `template` the source of the chat template, if any.
+    `texts` are the special tokens by name (`bos_token`...); `template` the source of the chat template, if any,
+    `tool_template` that of chats with tools, if it is another.
     """
 
     def __init__(
@@ -81,9 +83,13 @@ class Tokenizer:
         *,
         texts: Mapping[str, str],
         template: str = "",
+        tool_template: str = "",
         add_bos_token: bool | None = None,
         clock: Clock | None = None,
     ) -> None:
+        def made(source: str) -> ChatTemplate | None:
+            return ChatTemplate(source, special_tokens=texts, clock=clock or WallClock()) if source else None
+
         self._backend = backend
         backend.no_truncation()
         backend.no_padding()
@@ -95,7 +101,8 @@ class Tokenizer:
         self.added_texts = {token.content: i for i, token in backend.get_added_tokens_decoder().items()}
         """Tokens that were added to the vocabulary, special or not: the text of each, and its id."""
         self.vocab_size = backend.get_vocab_size()
-        self.template = ChatTemplate(template, special_tokens=texts, clock=clock or WallClock()) if template else None
+        self.template = made(template)
+        self._tool_template = made(tool_template) or self.template
         described = json.loads(self.described)
         self.byte_level = _is_byte_level(described)
         self.token_chars_max = _token_chars_max(described)
@@ -109,6 +116,10 @@ class Tokenizer:
         empty = backend.encode_batch_fast([""])[0].ids
         self._prepend_bos = bool(add_bos_token) and self._bos_id is not None and self._bos_id not in empty
         self._drop_bos = add_bos_token is False and self._bos_id is not None and empty[:1] == [self._bos_id]
+
+    def template_of(self, variables: Mapping[str, Any] | None) -> ChatTemplate | None:
+        """The template of a chat with these variables: one with `tools` may have another."""
+        return self._tool_template if (variables or {}).get("tools") else self.template
 
     @property
     def described(self) -> str:
@@ -165,6 +176,10 @@ class Tokenizer:
         self._bytes[token_id] = raw
         return raw
 
+    def has(self, token_id: int) -> bool:
+        """Whether the vocabulary has this id."""
+        return self._backend.id_to_token(token_id) is not None
+
     def token_id(self, text: str) -> int | None:
         """The id of the token with just this text, where it is one."""
         return self._backend.token_to_id(text)
@@ -186,10 +201,10 @@ class Tokenizer:
 
     def detokenizer(self, *, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> Detokenizer:
         """A detokenizer for one answer to `prompt`."""
+        skip = self.special_ids if skip_special_tokens else frozenset()
         if self.byte_level:
-            return ByteDetokenizer(self, self.special_ids if skip_special_tokens else frozenset())
-        tail = [int(token_id) for token_id in prompt[-_CONTEXT_TOKENS:]]
-        return WindowDetokenizer(self, skip_special_tokens=skip_special_tokens, context=tail)
+            return ByteDetokenizer(self, skip)
+        return WindowDetokenizer(self, skip, context=[int(token_id) for token_id in prompt[-_CONTEXT_TOKENS:]])
 
 
 def _token_chars_max(described: dict[str, Any]) -> int:
@@ -220,14 +235,16 @@ def load_tokenizer(
     """
     folder = tokenizer_folder(path, revision)
     config = read_json(folder / "tokenizer_config.json")
-    template = _template_source(folder, config, chat_template)
+    template, tool_template = _template_source(folder, config, chat_template)
     texts = special_texts(folder, config)
     if (folder / "tokenizer.json").is_file():
         backend = _read_backend(folder / "tokenizer.json")
     else:
         backend = _convert_backend(folder)
     add_bos = config.get("add_bos_token")
-    return Tokenizer(backend, texts=texts, template=template, add_bos_token=add_bos, clock=clock)
+    return Tokenizer(
+        backend, texts=texts, template=template, tool_template=tool_template, add_bos_token=add_bos, clock=clock
+    )
 
 
 def tokenizer_folder(path: str, revision: str | None) -> Path:
@@ -344,18 +361,24 @@ def special_texts(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     return texts
 
 
-def _template_source(folder: Path, config: dict[str, Any], chat_template: str) -> str:
+def _template_source(folder: Path, config: dict[str, Any], chat_template: str) -> tuple[str, str]:
+    """The template of chats, and the one of chats with tools where that is another: a checkpoint with several has it by
+    the name `tool_use`, as in transformers."""
     if chat_template:
         if "{" in chat_template:
-            return chat_template
+            return chat_template, ""
         file = Path(chat_template)
         if not file.is_file():
             raise ConfigError(f"text: chat template {chat_template!r}, expected a Jinja text or the path of one")
-        return file.read_text(encoding="utf-8")
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    own = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(own, list):  # several named ones
-        named = {entry.get("name"): entry.get("template") for entry in own if isinstance(entry, dict)}
-        own = named.get("default") or next(iter(named.values()), "")
-    return own if isinstance(own, str) else ""
+        return file.read_text(encoding="utf-8"), ""
+    files = {
+        "default": folder / "chat_template.jinja",
+        "tool_use": folder / "additional_chat_templates" / "tool_use.jinja",
+    }
+    named = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    if not named:
+        own = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+        entries = own if isinstance(own, list) else [{"name": "default", "template": own}]
+        texts = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}
+        named = {name: text for name, text in texts.items() if isinstance(text, str)}
+    return named.get("default") or next(iter(named.values()), ""), named.get("tool_use", "")

@@ -46,6 +46,8 @@ class ToolFormat:
     """A chat template with any of these texts asks for it."""
     begins: tuple[str, ...] = ()
     """Marks that open a call wherever they stand."""
+    heads: tuple[str, ...] = ()
+    """The same, of marks that a body begins with: models leave out the one before."""
     starts: str = ""
     """Characters that open a call where the answer begins with one."""
     follows: str = ""
@@ -60,7 +62,12 @@ class ToolFormat:
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts that may be tokens of their own."""
-        return (*self.begins, *self.closers, *self.hints)
+        return (*self.opens, *self.closers, *self.hints)
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """All marks that open a call."""
+        return (*self.begins, *self.heads)
 
 
 _GLM = PairForm(
@@ -133,7 +140,7 @@ TOOL_FORMATS = (
     ),
     ToolFormat(
         name="qwen3_coder", aliases=("qwen3_xml",), hints=("<function=",), begins=("<tool_call>",),
-        body=partial(PairsBody, form=_QWEN_CODER), closers=("</tool_call>",),
+        heads=("<function=",), body=partial(PairsBody, form=_QWEN_CODER), closers=("</tool_call>",),
         writes=(
             CallForm(
                 before_name="<tool_call>\n<function=", before_arguments=">\n", after="</function>\n</tool_call>",

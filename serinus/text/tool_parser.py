@@ -80,12 +80,12 @@ class ToolParser:
             if rest[0] in may_open:
                 self._open("", rest)
                 return True
-        at, mark = first_of(self._text, self._form.begins)
+        at, mark = first_of(self._text, self._form.opens)
         if at >= 0:
             self._content(self._text[:at], out)
             self._open(mark, self._text[at + len(mark) :])
             return True
-        safe = len(self._text) - held_back(self._text, self._form.begins)
+        safe = len(self._text) - held_back(self._text, self._form.opens)
         self._content(self._text[:safe], out)
         self._text = self._text[safe:]
         return False
@@ -100,6 +100,8 @@ class ToolParser:
     def _open(self, mark: str, rest: str) -> None:
         self._begin, self._text, self._raw, self._announced = mark, rest, [], False
         self._body = self._form.body(self._tools)
+        if mark in self._form.heads:
+            self._body.feed(mark)
         self._phase = _Phase.INSIDE
 
     def _inside(self, out: list[AnswerDelta]) -> bool:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import openai
 import pytest
 
 from serinus.core.request import TokenLogprobs
 from serinus.front.render import completion_logprobs
-from serinus.testing.fake_engine import fake_continue
-from serinus.testing.running_front import RunningFront
-from serinus.text import Tokenizer
+from serinus.testing.fake_engine import FakeEngine, fake_continue
+from serinus.testing.running_front import RunningFront, front_settings, running_front
+from serinus.testing.small_tokenizers import make_piece_tokenizer
+from serinus.text import Tokenizer, load_tokenizer
 from serinus.wire.messages import Abort
 
 VOCAB = 267
@@ -242,6 +245,26 @@ def test_offsets_of_tokens_lie_in_the_text(
     assert 10 < len(whole) < len(answered)
     # behind a part of a character that was none, it comes first
     assert all(token in text[offset : offset + len(token) + 3] for token, offset in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "offsets"),
+    [
+        ("the</s>a", ["<s>", " ", "t", "h", "e", "</s>", "a"], [0, 0, 0, 1, 2, 3, 7]),
+        ("<s>the", ["<s>", "t", "h", "e"], [0, 3, 4, 5]),
+        ([1, 262, 2, 263], ["<s>", "t", "</s>", "h"], [0, 0, 1, 1]),
+    ],
+)
+def test_offsets_count_special_tokens_of_the_prompt_where_they_were_written(
+    tmp_path: Path, new_endpoint: Callable[[], str], prompt: str | list[int], tokens: list[str], offsets: list[int]
+) -> None:
+    folder = make_piece_tokenizer(tmp_path / "piece")
+    vocab_size = load_tokenizer(str(folder)).vocab_size
+    engine = FakeEngine(endpoint=new_endpoint(), vocab_size=vocab_size)
+    with running_front(front_settings(model_path=str(folder), served_model_name="canary"), engine) as front:
+        body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0}
+        shown = front.post("/v1/completions", body).json()["choices"][0]["logprobs"]
+    assert (shown["tokens"], shown["text_offset"]) == (tokens, offsets)
 
 
 def test_a_stop_text_ends_the_answer_and_the_engine_is_told(

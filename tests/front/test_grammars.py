@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from serinus.core.sampling import SamplingParams
 from serinus.front.grammar_check import GrammarCheck
 from serinus.front.grammars import asked_grammar
 from serinus.front.metrics import FrontMetrics
-from serinus.front.schemas import ChatBody, NativeSampling
+from serinus.front.schemas import ChatBody, NativeSampling, StructuredOutputs
 from serinus.testing.fake_engine import FakeEngine
 from serinus.testing.running_front import RunningFront, front_settings, running_front
 from serinus.text import GrammarVocabulary, Tokenizer
@@ -67,6 +68,30 @@ def test_each_servers_fields_mean_a_grammar(fields: dict[str, Any], grammar: Gra
     body = msgspec.convert({"messages": [], **fields}, ChatBody)
     asked = asked_grammar(body)
     assert (asked and asked.grammar) == grammar
+
+
+def test_no_additional_properties_holds_in_all_schemas_whatever_their_names_and_their_depth() -> None:
+    inner = {"properties": {"a": {}}}
+    of_values = {"default": {"properties": {}}, "enum": [{"properties": {}}]}
+    schema = {"properties": {"enum": inner, "properties": inner}, "anyOf": [{"$defs": {"const": inner}}], **of_values}
+    closed = {**inner, "additionalProperties": False}
+    expected = {
+        "properties": {"enum": closed, "properties": closed},
+        "anyOf": [{"$defs": {"const": closed}}],
+        **of_values,
+        "additionalProperties": False,
+    }
+    assert json.loads(closed_text(schema)) == expected
+    deep = '{"properties":{"a":' * 400 + "{}" + "}}" * 400
+    assert closed_text(deep).count('"additionalProperties":false') == 400
+
+
+def closed_text(schema: Any) -> str:
+    """The grammar of a schema with disable_additional_properties."""
+    outputs = StructuredOutputs(json=schema, disable_additional_properties=True)
+    asked = asked_grammar(ChatBody(messages=[], structured_outputs=outputs))
+    assert asked is not None
+    return asked.grammar.text
 
 
 def test_native_parameters_have_a_grammar_too() -> None:

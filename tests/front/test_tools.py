@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from serinus.core.grammar import Grammar
-from serinus.testing.running_front import RunningFront
-from serinus.testing.scripted_front import Script, scripted_front
+from serinus.testing.running_front import RunningFront, front_settings
+from serinus.testing.scripted_front import TOOL_TEMPLATE, Script, scripted_front
 from serinus.text import GrammarVocabulary, Tokenizer
 from serinus.text.grammar_source import library_source
 from serinus.wire.messages import Generate
@@ -453,3 +453,16 @@ def test_schemas_of_parameters_keep_what_they_refer_to(scripted: tuple[RunningFr
     ask(scripted, good, tools=[NOW, tool], tool_choice="required")
     assert takes(script, grammar_of(front), good) == good
     assert takes(script, grammar_of(front), good.replace("noon", "one")).endswith('"at": "')
+
+
+def test_a_checkpoint_with_a_template_for_tools_shows_them(byte_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(byte_folder, tmp_path / "named")
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": TOOL_TEMPLATE}]
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    with scripted_front(folder, f"ipc://{tmp_path}/engine", front_settings()) as (front, script):
+        assert len(ask((front, script), CALLS, tools=[WEATHER, NOW])["message"]["tool_calls"]) == 2
+        assert prompt_of(front, script.tokenizer).startswith("<|tool|>")
+        assert ask((front, script), CALLS)["message"]["content"] == CALLS
+        assert prompt_of(front, script.tokenizer) == "hello"

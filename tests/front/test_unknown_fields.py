@@ -7,6 +7,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from serinus.front.agent_schemas import MessagesBody, ResponsesBody
 from serinus.front.parse import unknown_fields
 from serinus.front.schemas import ChatBody, CompletionBody, GenerateBody
 from serinus.testing.running_front import RunningFront
@@ -32,6 +33,14 @@ SGLANG = """return_hidden_states return_routed_experts routed_experts_start_len 
     regex ebnf stop_regex no_stop_trim lora_path session_params custom_params custom_logit_processor images_config
     bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank data_parallel_rank rid extra_key
     ngram_corpus_id custom_labels separate_reasoning stream_reasoning max_dynamic_patch min_dynamic_patch input_ids"""
+
+RESPONSES = """background context_management conversation include input instructions max_output_tokens max_tool_calls
+    metadata model moderation parallel_tool_calls previous_response_id prompt prompt_cache_key prompt_cache_options
+    prompt_cache_retention reasoning safety_identifier service_tier store stream_options temperature text tool_choice
+    tools top_logprobs top_p truncation user"""
+ANTHROPIC = """betas billing_policy cache_control compaction container context_management diagnostics
+    fallback_credit_token fallbacks inference_geo max_tokens mcp_servers messages metadata model output_config
+    service_tier speed stop_sequences system thinking thread tool_choice tools user_profile_id workspace_id"""
 
 
 @pytest.mark.parametrize(
@@ -146,9 +155,11 @@ def test_a_field_beside_the_one_it_is_like_is_another_servers(front: RunningFron
     assert (response.status_code, response.headers["x-serinus-ignored"]) == (200, "models")
 
 
-def test_no_known_field_of_openai_vllm_or_sglang_is_taken_for_a_misspelling() -> None:
-    for name in f"{OPENAI} {VLLM} {SGLANG}".split():
-        for body_type in (CompletionBody, ChatBody):
+def test_no_known_field_of_another_server_is_taken_for_a_misspelling() -> None:
+    chats = f"{OPENAI} {VLLM} {SGLANG}"
+    known = {CompletionBody: chats, ChatBody: chats, ResponsesBody: RESPONSES, MessagesBody: ANTHROPIC}
+    for body_type, names in known.items():
+        for name in names.split():
             expected = [] if name in body_type.__struct_fields__ else [name]
             assert unknown_fields(b'{"%s": {}}' % name.encode(), body_type) == expected
 

@@ -79,6 +79,8 @@ GOOD: list[tuple[str, str, str]] = [
      "Let me look."),
     ("glm45", "Let me look.\n" + GLM, "Let me look."),
     ("qwen3_coder", CODER, ""),
+    ("qwen3_coder", "Let me look.\n\n" + CODER.replace("<tool_call>\n", ""), "Let me look."),
+    ("qwen3_coder", CODER.replace("<tool_call>\n", "").replace("\n</tool_call>", ""), ""),
     ("openai", HARMONY, "Let me look."),
 ]  # fmt: skip
 BROKEN = [
@@ -98,7 +100,8 @@ BROKEN = [
     ("deepseek", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{\"a\": [1}"),
     ("glm45", "<tool_call>fly\n<arg_key>a</arg_key></tool_call>"),
     ("glm45", "<tool_call>now\n<arg_key>a</arg_key><arg_value>cut"),
-    ("qwen3_coder", "<tool_call>x<function=now></function></tool_call>"),
+    ("qwen3_coder", "<tool_call>x<function=fly></function></tool_call>"),
+    ("qwen3_coder", "see <function=fly>\n</function>\n</tool_call> and <function= or <function"),
     ("openai", "just a text < of no channel"),
     ("openai", " to=functions.now, a text of no channel"),
     ("openai", "<|channel|>commentary to=browser.search<|message|>cats"),

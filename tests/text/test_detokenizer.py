@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serinus.text import Detokenizer, StopTexts, Tokenizer, load_tokenizer
+from serinus.text.detokenizer import WindowDetokenizer
 
 BYTE_VOCAB = 267
 PIECE_VOCAB = 272
@@ -99,6 +100,12 @@ def test_the_first_word_keeps_its_space_after_a_prompt(piece_tokenizer: Tokenize
     assert piece_tokenizer.detokenizer().feed(the) == "the"
 
 
+@pytest.mark.parametrize("end", ["😀", "a😀", "日😀😀", "👩‍👩‍👧"])
+def test_the_first_word_keeps_its_space_after_characters_without_tokens(piece_tokenizer: Tokenizer, end: str) -> None:
+    the = piece_tokenizer.encode("the", add_special_tokens=False)
+    assert piece_tokenizer.detokenizer(prompt=piece_tokenizer.encode(end)).feed(the) == " the"
+
+
 def test_special_tokens_between_words_lose_no_space(piece_tokenizer: Tokenizer) -> None:
     the = piece_tokenizer.encode("the", add_special_tokens=False)
     detokenizer = piece_tokenizer.detokenizer()
@@ -107,6 +114,29 @@ def test_special_tokens_between_words_lose_no_space(piece_tokenizer: Tokenizer) 
         *[""] * 40,
         " the",
     ]
+
+
+class CountedVocabulary:
+    """A tokenizer's, with the tokens that were decoded."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.has, self.token_bytes = tokenizer.has, tokenizer.token_bytes
+        self.decoded = 0
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self.decoded += len(token_ids)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("token_id", [2, 10_000, 3 + 0xF0])
+def test_however_many_tokens_print_nothing_each_costs_the_same(piece_tokenizer: Tokenizer, token_id: int) -> None:
+    the = piece_tokenizer.encode("the", add_special_tokens=False)
+    counted = CountedVocabulary(piece_tokenizer)
+    detokenizer = WindowDetokenizer(counted, piece_tokenizer.special_ids, context=the)
+    for _ in range(1000):
+        detokenizer.feed([token_id])
+    assert counted.decoded < 1000 * 50
 
 
 def test_a_prompt_that_ends_in_half_a_character_does_not_swallow_the_answer(piece_tokenizer: Tokenizer) -> None:

@@ -10,6 +10,7 @@ import jsonschema
 import numpy as np
 import pytest
 
+from serinus.core.errors import BadRequest
 from serinus.core.grammar import Grammar
 from serinus.text import (
     AnswerStyle,
@@ -176,3 +177,22 @@ def test_arguments_that_are_no_plain_properties_are_written_as_json() -> None:
     style = answer_style("", tool_call_parser="glm45")
     assert style.call_form(TOOLS).pair is not None
     assert style.call_form({"f": {"anyOf": [{"type": "object"}]}}).pair is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"properties": "x"}, "properties must be an object"),
+        ({"required": 5}, "Expected array for 'required'"),
+        ({"required": [["city"]]}, "Expected string for 'required' item"),
+        ({"properties": {"city": {"type": "string", "enum": 5}}}, "enum must be an array"),
+        ({"properties": {"city": {"type": "string", "enum": "xy"}}}, "enum must be an array"),
+    ],
+)
+@pytest.mark.parametrize("form", ["glm45", "qwen3_coder"])
+def test_parameters_that_are_no_schema_are_refused_in_words(
+    form: str, schema: dict[str, Any], said: str, vocabulary: GrammarVocabulary
+) -> None:
+    written = answer_style("", tool_call_parser=form).call_form({"f": schema})
+    with pytest.raises(BadRequest, match=said):
+        vocabulary.compile(Grammar.of("structural_tag", forced_tag(written, {"f": schema}, calls_max=None)))

@@ -148,6 +148,7 @@ def test_a_structural_tag_takes_its_texts(
         ("structural_tag", {"structures": []}, "grammar", "with `structures` and `triggers`"),
         ("structural_tag", {**TAG, "triggers": ["x"]}, "grammar.format.tags[0].begin", "begins with one of ['x']"),
         ("structural_tag", {"format": {"type": "yaml"}}, "grammar.format.type", "one of const_string"),
+        ("structural_tag", {"format": {"type": ["any_text"]}}, "grammar.format.type", "one of const_string"),
         ("structural_tag", {"format": {**CONST, "values": []}}, "grammar.format.values", "a const_string has value"),
         ("structural_tag", {"format": {**ANY, "stop": "x"}}, "grammar.format.stop", "nothing: a tag has begin"),
         ("structural_tag", {"format": {**INTEGER, "style": "qwen_xml"}}, "grammar.format.style", "json or nothing"),

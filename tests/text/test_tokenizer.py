@@ -168,6 +168,31 @@ def test_the_chat_template_comes_from_the_settings_a_file_or_the_checkpoint(byte
     assert beside.template.source == "J"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["config", "files"])
+def test_chats_with_tools_have_the_template_of_that_name(form: str, byte_folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(byte_folder, tmp_path / "named")
+    templates = {"default": "D", "tool_use": "T"}
+    if form == "config":
+        named = [{"name": name, "template": source} for name, source in templates.items()]
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    else:
+        (folder / "chat_template.jinja").write_text(templates["default"])
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(templates["tool_use"])
+    tokenizer, theirs = load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(str(folder))
+    messages = [{"role": "user", "content": "x"}]
+    for tools in (None, [], [{"type": "function", "function": {"name": "f"}}]):
+        template = tokenizer.template_of({"tools": tools})
+        assert template is not None
+        assert template.render(messages) == theirs.apply_chat_template(messages, tools=tools or None, tokenize=False)
+    given = load_tokenizer(str(folder), chat_template="{{ 'G' }}").template_of({"tools": [1]})
+    assert given is not None
+    assert given.render(messages) == "G"
+
+
 def test_a_template_may_refuse_a_conversation_but_not_reach_out() -> None:
     source = "{% if messages[0].role != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}ok"
     template = ChatTemplate(source, special_tokens={}, clock=ManualClock())
