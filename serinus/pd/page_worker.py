@@ -100,11 +100,6 @@ class PageWorker:
         """Pieces staged here, over all peers."""
         return sum(len(attached.staged) for attached in self._peers.values())
 
-    @property
-    def peer_count(self) -> int:
-        """Number of peers that are attached."""
-        return len(self._peers)
-
     def obey(self, command: PageCommand) -> PageAnswer | None:
         """Do it now; the answer, where the command has one. Cost: that of the copying.
 

@@ -248,7 +248,7 @@ def test_a_connection_that_ends_leaves_nothing_at_ranks_that_come_late() -> None
     pair.d.work()
     pair.turn()
     assert [worker.staged_count for worker in pair.p.ranks] == [0, 0]
-    assert [worker.peer_count for worker in (*pair.p.ranks, *pair.d.ranks)] == [0] * 4
+    assert [len(worker._peers) for worker in (*pair.p.ranks, *pair.d.ranks)] == [0] * 4
     assert pair.decode.machine._taking == {}
     assert pair.ended(Recompute)[0].code == "peer_gone"
 
@@ -309,7 +309,7 @@ def test_ranks_forget_the_stamps_of_a_handoff_that_is_over(ends_well: bool) -> N
         pair._act(pair.cancel())
     pair.settle()
     assert len(pair.ended(Landed)) == ends_well
-    assert [worker.peer_count for worker in pair.d.ranks] == [1, 1]
+    assert [len(worker._peers) for worker in pair.d.ranks] == [1, 1]
     assert [stamps_known(worker) for worker in pair.d.ranks] == [0, 0]
     pair.check_empty()
 
