@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from serinus.cache import AllBlocksCleared, BlockRemoved, BlockStored, PrefetchState, Tier
+from serinus.cache.events import EVENTS_MAX
 from serinus.core.parts import Part
 from tests.cache.shop import Shop, span
 
@@ -248,6 +249,17 @@ def test_events_tell_routers_where_blocks_are() -> None:
     shop.cache.reset()
     assert shop.cache.take_events() == [AllBlocksCleared()]
     assert shop.cache.take_events() == []
+
+
+def test_where_events_are_not_taken_readers_are_told_to_start_over() -> None:
+    shop = Shop(full=33, kv_events=True)
+    log = shop.cache.events
+    assert log is not None
+    for number in range(EVENTS_MAX + 1):
+        log.removed(number.to_bytes(16, "little"), Tier.DEVICE)
+    start, last = shop.cache.take_events()
+    assert start == AllBlocksCleared()
+    assert last == BlockRemoved(block_hashes=(EVENTS_MAX,), medium="GPU")
 
 
 def test_events_of_a_trimmed_leaf_name_the_blocks_that_went() -> None:
