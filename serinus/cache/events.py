@@ -47,14 +47,13 @@ MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "DISK"}
 
 
 class EventLog:
-    """Events since they were last taken. Bounded: events that are not taken in time are dropped, and `lost` says so."""
+    """Events since they were last taken. Bounded: where they are not taken in time, AllBlocksCleared takes the place of
+    those before, so that readers believe too little, not what is gone."""
 
     def __init__(self, keys: PageKeys, page_size: int) -> None:
         self._keys = keys
         self._size = page_size
         self._events: deque[KvEvent] = deque()
-        self.lost = False
-        """Whether events were dropped: the reader has to start over."""
 
     def stored(self, node: Node, tier: Tier) -> None:
         """A node's FULL pages are on `tier` now."""
@@ -78,19 +77,17 @@ class EventLog:
     def cleared(self) -> None:
         """Device and host are empty."""
         self._events.clear()
-        self._add(AllBlocksCleared())
+        self._events.append(AllBlocksCleared())
 
     def take(self) -> list[KvEvent]:
         """Everything since the last call, oldest first."""
         taken = list(self._events)
         self._events.clear()
-        self.lost = False
         return taken
 
     def _add(self, event: KvEvent) -> None:
         if len(self._events) >= EVENTS_MAX:
-            self._events.clear()
-            self.lost = True
+            self.cleared()
         self._events.append(event)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,15 +121,7 @@ class PlantFaults:
 
 CanaryCommand = StartCanary | SweepSlots | CheckRows | CheckHost | TellCounts | CachedPages | PlantFaults
 """Any command that CanaryRank.obey takes."""
-CANARY_COMMANDS: Final[tuple[type, ...]] = (
-    StartCanary,
-    SweepSlots,
-    CheckRows,
-    CheckHost,
-    TellCounts,
-    CachedPages,
-    PlantFaults,
-)
+CANARY_COMMANDS: Final[tuple[type, ...]] = get_args(CanaryCommand)
 """The types of all commands that CanaryRank.obey takes."""
 
 

@@ -254,16 +254,14 @@ class Metrics:
         if self._is_leader and _SPECS[name].alias:
             self._find(_SPECS[name].alias, labels).inc(amount)
 
-    def observe(self, name: str, value: float, count: int = 1) -> None:
-        """`count` observations of `value` for a histogram, in the unit that its name ends with.
+    def observe(self, name: str, value: float) -> None:
+        """An observation of a histogram, in the unit that its name ends with.
 
         Raises InvariantError: no such histogram.
         """
         if name not in _SPECS or _SPECS[name].kind != "histogram":
             raise InvariantError(f"core: metric {name!r}, expected a histogram of METRICS")
-        series = self._find(name, ())
-        for _ in range(count):
-            series.observe(value)
+        self._find(name, ()).observe(value)
 
     def show_times(self, name: str, times: TimeCounts) -> None:
         """Show a histogram that is counted elsewhere; to be called again changes nothing.

@@ -45,7 +45,6 @@ class EngineCalls:
         self._metrics = metrics
         self._canary = canary
         self._healer = healer
-        self._watcher = watcher
         self._facts = facts
         self._table: dict[str, Callable[[EngineCall, float, int], bytes]] = {
             "metrics": self._render_metrics,

@@ -97,7 +97,6 @@ class _Answer:
             return 0, False
         piece = self.processor.feed(delta.token_ids, delta.finish, delta.matched_stop)
         self.logprobs.extend(delta.logprobs[: piece.token_count])
-        self.stopped = piece.stopped_here
         return piece.token_count, piece.stopped_here
 
 

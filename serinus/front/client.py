@@ -132,9 +132,9 @@ class DeltaQueue:
         items, self._items = self._items, []
         return items
 
-    def close(self, reason: str = "") -> None:
-        """Forget this call; sequences that have not ended are aborted silently (`reason` is for the engine's log)."""
-        self._client.close(self, reason)
+    def close(self) -> None:
+        """Forget this call; sequences that have not ended are aborted silently."""
+        self._client.close(self)
 
 
 class EngineClient:
@@ -280,16 +280,16 @@ class EngineClient:
         """Whether a sequence of this id runs."""
         return rid in self._queues
 
-    def abort(self, rid: str = "", *, everything: bool = False, reason: str = "aborted") -> None:
+    def abort(self, rid: str = "", *, everything: bool = False) -> None:
         """End a sequence (or all): its queue gets a last delta with finish `abort` from the engine."""
         self._check_up()
-        self._send(Abort(rid=rid, all=everything, reason=reason))
+        self._send(Abort(rid=rid, all=everything, reason="aborted by /abort_request"))
 
-    def close(self, queue: DeltaQueue, reason: str) -> None:
+    def close(self, queue: DeltaQueue) -> None:
         """Forget a call; sequences of it that have not ended are aborted silently."""
         for rid in queue.rids:
             if self._queues.get(rid) is queue:
-                self.end(rid, reason)
+                self.end(rid)
 
     def rids_of(self, request_id: str) -> list[str]:
         """Engine-side ids of the open sequences of a request: its own, or `<request_id>-0`, `-1`..."""

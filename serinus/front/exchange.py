@@ -210,8 +210,8 @@ class HttpExchange:
         body = value if isinstance(value, bytes) else _ENCODER.encode(value)
         await self.reply(status, body, b"application/json")
 
-    async def text(self, text: str, content_type: Literal["text/plain", "text/html"] = "text/plain") -> None:
-        await self.reply(200, text.encode(), f"{content_type}; charset=utf-8".encode())
+    async def text(self, text: str) -> None:
+        await self.reply(200, text.encode(), b"text/plain; charset=utf-8")
 
     async def open_stream(self) -> None:
         """Begin a stream of server-sent events."""

@@ -231,9 +231,9 @@ async def abort_request(front: Front, exchange: HttpExchange) -> None:
     rids = [] if everything else front.client.rids_of(rid)
     count = front.client.open_count if everything else len(rids)
     if everything:
-        front.client.abort(everything=True, reason="aborted by /abort_request")
+        front.client.abort(everything=True)
     for engine_rid in rids:
-        front.client.abort(engine_rid, reason="aborted by /abort_request")
+        front.client.abort(engine_rid)
     await exchange.json({"aborted": count})
 
 

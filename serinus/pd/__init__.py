@@ -108,7 +108,7 @@ from serinus.pd.events import (
     Tick,
     WantPeer,
 )
-from serinus.pd.integrity import digest_pages, digest_seed, first_bad_page
+from serinus.pd.integrity import digest_pages, digest_seed
 from serinus.pd.layout import Cut, RankLayout, Routes, cut, difference, recut, target_range
 from serinus.pd.modes import (
     Capabilities,
@@ -203,7 +203,6 @@ __all__ = [
     "difference",
     "digest_pages",
     "digest_seed",
-    "first_bad_page",
     "host_identity",
     "make_backends",
     "make_one_sided",

@@ -212,7 +212,6 @@ class StopPrefill:
     AbortPrefill follows when they are no longer read."""
 
     xid: str
-    code: str
     reason: str
 
 

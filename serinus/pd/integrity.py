@@ -27,19 +27,6 @@ def digest_pages(pages: NDArray[np.uint8], seed: int) -> bytes:
     return b"".join(xxhash.xxh3_64_intdigest(row, seed).to_bytes(8, "little") for row in pages)
 
 
-def first_bad_page(pages: NDArray[np.uint8], seed: int, digests: bytes) -> int | None:
-    """Index of the first row that has another digest than announced; None = all are what was sent."""
-    found = digest_pages(pages, seed)
-    if found == digests:
-        return None
-    return next(i for i in range(len(pages)) if found[8 * i : 8 * i + 8] != digests[8 * i : 8 * i + 8])
-
-
-def check_pages(pages: NDArray[np.uint8], seed: int, digests: bytes, first: int) -> None:
-    """Raises DigestMismatch where a row is not what was announced; `first` = index of the first in the prompt."""
-    check_digests(digest_pages(pages, seed), digests, first)
-
-
 def check_digests(found: bytes, digests: bytes, first: int) -> None:
     """Raises DigestMismatch where these are not what was announced; `first` = index of the first in the prompt."""
     if found != digests:

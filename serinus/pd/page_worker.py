@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,12 +48,9 @@ PageCommand: TypeAlias = (
     | CancelReads | FencePeer
 )  # fmt: skip
 PageAnswer: TypeAlias = PieceMoved | PieceDigested | TakenIn | MemoryShared | PeerUnreachable | RankFenced
-PAGE_COMMANDS = (
-    AttachPeer, ClosePeer, MovePiece, DigestPiece, Unstage, PagesGranted, TakeIn, HandoffOver, ShareMemory, CancelReads,
-    FencePeer,
-)  # fmt: skip
+PAGE_COMMANDS: Final[tuple[type, ...]] = get_args(PageCommand)
 """Types that a page worker obeys."""
-PAGE_ANSWERS = (PieceMoved, PieceDigested, TakenIn, MemoryShared, PeerUnreachable, RankFenced)
+PAGE_ANSWERS: Final[tuple[type, ...]] = get_args(PageAnswer)
 """What it answers; which to what is in pages.py."""
 
 
@@ -99,11 +96,6 @@ class PageWorker:
     def staged_count(self) -> int:
         """Pieces staged here, over all peers."""
         return sum(len(attached.staged) for attached in self._peers.values())
-
-    @property
-    def peer_count(self) -> int:
-        """Number of peers that are attached."""
-        return len(self._peers)
 
     def obey(self, command: PageCommand) -> PageAnswer | None:
         """Do it now; the answer, where the command has one. Cost: that of the copying.

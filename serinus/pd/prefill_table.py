@@ -51,7 +51,7 @@ class PrefillTable:
             handoff.end_code, handoff.end_reason = code, reason
             handoff.drain_until = now + self._settings.handoff_s_max
             self.draining[handoff.xid] = handoff
-            out.append(StopPrefill(xid=handoff.xid, code=code, reason=reason))
+            out.append(StopPrefill(xid=handoff.xid, reason=reason))
         else:
             self._abort(handoff, code, reason, out)
 

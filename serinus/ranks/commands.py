@@ -54,8 +54,6 @@ class RankHoldings:
 class Stop:
     """The engine ends: give everything back, answer no more."""
 
-    reason: str = ""
-
 
 def describe(command: object) -> str:
     """A command in a few words, as evidence in an error."""

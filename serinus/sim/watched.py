@@ -45,8 +45,8 @@ class FlakyCache(PrefixCache):
         self.traced(traces)
         super().trace(traces)
 
-    def allocate(self, rid: str, *args: Any, **more: Any) -> tuple[Pages, ...] | None:
-        return None if self.refuse() else super().allocate(rid, *args, **more)
+    def allocate_each(self, rids: Sequence[str], counts: Sequence[Sequence[int]]) -> tuple[Pages, ...] | None:
+        return None if self.refuse() else super().allocate_each(rids, counts)
 
 
 class WatchedScheduler(Scheduler):

@@ -112,7 +112,6 @@ class FakeEngine:
     _socket: zmq.Socket[bytes] | None = None
     _incarnation: int = 0
     _seq: int = 0
-    _busy_flush: bool = False
     _late: list[tuple[bytes, EngineCall]] = field(default_factory=list)
 
     def __enter__(self) -> FakeEngine:

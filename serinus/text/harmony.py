@@ -41,7 +41,6 @@ class HarmonyParser:
         """Of the present message; ARGUMENTS in a call."""
         self._raw: list[str] = []
         self._count = 0
-        self._messages = 0
 
     def feed(self, text: str) -> list[AnswerDelta]:
         out: list[AnswerDelta] = []

@@ -229,6 +229,11 @@ class Shop:
             self.mover.end()
         self.cache.poll()
 
+    def answer(self, kind: str, **how: Any) -> None:
+        """The storage answers what it was asked of this kind, and the cache takes it."""
+        self.storage.answer(kind, **how)
+        self.cache.poll()
+
     def lengths(self, tokens: np.ndarray, namespace: str = "") -> tuple[int, int]:
         """What a probe says: device, total."""
         probe = self.cache.probe(namespace, tokens)

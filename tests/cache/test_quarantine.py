@@ -99,8 +99,7 @@ def test_copies_on_host_and_storage_are_forgotten_with_the_page() -> None:
     shop = Shop(full=33, host=65, storage=True)
     shop.serve("a", span(0, 16))
     shop.settle()
-    shop.storage.answer("write")
-    shop.cache.poll()
+    shop.answer("write")
     found = shop.cache.match_prefix("", span(0, 16), 16)
     shop.cache.condemn(Part.FULL, found.pages[1:2])
     shop.cache.release(found.lease)
@@ -109,10 +108,8 @@ def test_copies_on_host_and_storage_are_forgotten_with_the_page() -> None:
     shop.cache.evict(99)
     shop.cache.evict(99, Tier.HOST)
     assert shop.cache.prefetch("b", "", span(0, 16))
-    shop.storage.answer("query")
-    shop.cache.poll()
-    shop.storage.answer("read")
-    shop.cache.poll()
+    shop.answer("query")
+    shop.answer("read")
     assert (shop.cache.prefetch_state("b"), shop.cache.prefetched_tokens("b")) == (PrefetchState.GRAFT, 4)
     shop.check()
 
@@ -186,8 +183,7 @@ def stored_shop() -> tuple[Shop, np.ndarray]:
     shop = Shop(full=33, host=65, storage=True)
     shop.serve("a", span(0, 16))
     shop.settle()
-    shop.storage.answer("write")
-    shop.cache.poll()
+    shop.answer("write")
     match = shop.cache.match_prefix("", span(0, 16), 16)
     shop.cache.release(match.lease)
     return shop, match.pages
@@ -202,11 +198,9 @@ def test_what_was_condemned_is_removed_from_the_storage_and_read_again_only_when
     shop.cache.evict(99)
     shop.cache.evict(99, Tier.HOST)
     assert shop.cache.prefetch("b", "", span(0, 20))
-    shop.storage.answer("query")
-    shop.cache.poll()
+    shop.answer("query")
     assert [len(entry[3]) for entry in shop.storage.asked if entry[0] == "read"] == [2]
-    shop.storage.answer("read")
-    shop.cache.poll()
+    shop.answer("read")
     shop.cache.release_aborted_request("b")
     assert shop.storage.answer("remove", torn=2) == 1
     assert shop.cache.poll().in_flight == 0
@@ -215,16 +209,13 @@ def test_what_was_condemned_is_removed_from_the_storage_and_read_again_only_when
     assert shop.cache.stats().removed_pages == 2
     shop.serve("c", span(0, 16))
     shop.settle()
-    shop.storage.answer("write")
-    shop.cache.poll()
+    shop.answer("write")
     shop.cache.evict(99)
     shop.cache.evict(99, Tier.HOST)
     assert shop.cache.prefetch("d", "", span(0, 20))
-    shop.storage.answer("query")
-    shop.cache.poll()
+    shop.answer("query")
     assert [len(entry[3]) for entry in shop.storage.asked if entry[0] == "read"] == [4], "the right pages are no use"
-    shop.storage.answer("read")
-    shop.cache.poll()
+    shop.answer("read")
     shop.check()
 
 
@@ -237,8 +228,7 @@ def test_a_removal_that_failed_leaves_its_pages_unread() -> None:
     shop.storage.fail(entry[1])
     assert shop.cache.poll().in_flight == 0
     assert shop.cache.prefetch("b", "", span(0, 20))
-    shop.storage.answer("query")
-    shop.cache.poll()
+    shop.answer("query")
     assert shop.cache.prefetch_state("b") is PrefetchState.MISS
     assert not shop.storage.asked, "it is asked for again and again"
 
@@ -249,11 +239,9 @@ def test_what_was_read_before_its_page_was_condemned_becomes_no_node() -> None:
     shop.cache.evict(99)
     shop.cache.evict(99, Tier.HOST)
     assert shop.cache.prefetch("b", "", span(0, 20))
-    shop.storage.answer("query")
-    shop.cache.poll()
+    shop.answer("query")
     shop.storage.recalls += [keys[3], keys[1]]
-    shop.storage.answer("read")
-    shop.cache.poll()
+    shop.answer("read")
     assert shop.lengths(span(0, 20)) == (0, 4)
     assert shop.cache.stats().pools[Tier.HOST, Part.FULL].pages.copy == 0
     shop.check()
@@ -287,15 +275,13 @@ def test_a_host_page_that_is_found_wrong_before_it_is_stored_is_given_up(cached:
     assert len(shop.cache.host_pages()) == 4
     if not cached:
         shop.cache.evict(99)
-    shop.storage.answer("write", bad=(2,))
-    shop.cache.poll()
+    shop.answer("write", bad=(2,))
     assert len(shop.cache.host_pages()) == 2, "from the wrong page on"
     assert shop.lengths(span(0, 16)) == ((16, 16) if cached else (0, 8))
     shop.check()
     shop.serve("b", span(0, 16), load=not cached)
     shop.settle()
-    shop.storage.answer("write")
-    shop.cache.poll()
+    shop.answer("write")
     assert len(shop.cache.host_pages()) == 4, "copied again"
     assert len(shop.storage.stored) == 4
     shop.check()

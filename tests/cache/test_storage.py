@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from serinus.cache import AllBlocksCleared, BlockRemoved, BlockStored, PrefetchState, Tier
+from serinus.cache.events import EVENTS_MAX
 from serinus.core.parts import Part
 from tests.cache.shop import Shop, span
 
@@ -15,8 +16,7 @@ def stored(prompt_len: int = 16, **settings: object) -> Shop:
     shop = Shop(**{"full": 33, "host": 65, "storage": True, **settings})  # type: ignore[arg-type]
     shop.serve("maker", span(0, prompt_len))
     shop.settle()
-    shop.storage.answer("write")
-    shop.cache.poll()
+    shop.answer("write")
     assert shop.cache.reset() > 0
     assert shop.cache.stats().stored_tokens == prompt_len
     return shop
@@ -48,10 +48,8 @@ def test_a_node_that_is_split_before_its_write_begins_is_stored_whole() -> None:
     assert shop.cache.stats().stored_tokens == 256 + 32 + 16
     shop.cache.reset()
     assert shop.cache.prefetch("c", "", span(0, 32))
-    shop.storage.answer("query")
-    shop.cache.poll()
-    shop.storage.answer("read")
-    shop.cache.poll()
+    shop.answer("query")
+    shop.answer("read")
     assert shop.lengths(span(0, 32)) == (0, 32)
     shop.check()
 
@@ -154,10 +152,8 @@ def test_nothing_is_asked_where_device_and_host_have_it_all() -> None:
 def test_a_torn_page_ends_what_is_grafted() -> None:
     shop = stored()
     shop.cache.prefetch("b", "", span(0, 16))
-    shop.storage.answer("query")
-    shop.cache.poll()
-    shop.storage.answer("read", torn=2)
-    shop.cache.poll()
+    shop.answer("query")
+    shop.answer("read", torn=2)
     assert shop.lengths(span(0, 16)) == (0, 8)
     assert shop.cache.prefetched_tokens("b") == 8
     assert shop.cache.stats().pools[Tier.HOST, Part.FULL].pages.copy == 0
@@ -167,10 +163,8 @@ def test_a_torn_page_ends_what_is_grafted() -> None:
 def test_a_prefetch_shrinks_to_the_room_there_is() -> None:
     shop = stored(host=5)
     shop.cache.prefetch("b", "", span(0, 16))
-    shop.storage.answer("query")
-    shop.cache.poll()
-    shop.storage.answer("read")
-    shop.cache.poll()
+    shop.answer("query")
+    shop.answer("read")
     assert shop.lengths(span(0, 16)) == (0, 8), "half of the host at most"
     shop.check()
 
@@ -178,12 +172,10 @@ def test_a_prefetch_shrinks_to_the_room_there_is() -> None:
 def test_the_deadline_takes_what_has_come_and_lets_the_readers_end() -> None:
     shop = stored(prompt_len=400, full=129, host=301)
     shop.cache.prefetch("b", "", span(0, 400))
-    shop.storage.answer("query")
-    shop.cache.poll()
+    shop.answer("query")
     assert [len(entry[3]) for entry in shop.storage.asked] == [64, 36]
     late = shop.storage.asked.pop()
-    shop.storage.answer("read")
-    shop.cache.poll()
+    shop.answer("read")
     assert shop.cache.prefetch_cut("b") == 256
     assert shop.cache.prefetch_state("b") is PrefetchState.CUT
     assert shop.lengths(span(0, 400)) == (0, 256)
@@ -191,8 +183,7 @@ def test_the_deadline_takes_what_has_come_and_lets_the_readers_end() -> None:
     assert shop.cache.stats().pools[Tier.HOST, Part.FULL].pages.copy == 36, "the reader may still write there"
     shop.check()
     shop.storage.asked.append(late)
-    shop.storage.answer("read")
-    shop.cache.poll()
+    shop.answer("read")
     assert shop.cache.stats().pools[Tier.HOST, Part.FULL].pages.copy == 0
     assert shop.cache.prefetch_cut("b") == 256, "once is enough"
     shop.check()
@@ -227,17 +218,14 @@ def test_a_graft_whose_beginning_is_gone_is_a_miss() -> None:
     shop = Shop(full=33, host=65, storage=True)
     shop.serve("a", span(0, 32))
     shop.settle()
-    shop.storage.answer("write")
-    shop.cache.poll()
+    shop.answer("write")
     shop.cache.evict(99)
     shop.cache.evict(4, Tier.HOST)
     assert shop.lengths(span(0, 32)) == (0, 16)
     shop.cache.prefetch("b", "", span(0, 32))
-    shop.storage.answer("query")
-    shop.cache.poll()
+    shop.answer("query")
     shop.cache.evict(99, Tier.HOST)
-    shop.storage.answer("read")
-    shop.cache.poll()
+    shop.answer("read")
     assert shop.cache.prefetch_state("b") is PrefetchState.MISS
     assert shop.cache.stats().pools[Tier.HOST, Part.FULL].pages.free == 64
     shop.check()
@@ -246,11 +234,9 @@ def test_a_graft_whose_beginning_is_gone_is_a_miss() -> None:
 def test_pages_that_another_request_computed_meanwhile_are_not_grafted() -> None:
     shop = stored(32)
     shop.cache.prefetch("b", "", span(0, 32))
-    shop.storage.answer("query")
-    shop.cache.poll()
+    shop.answer("query")
     shop.serve("c", span(0, 20))
-    shop.storage.answer("read")
-    shop.cache.poll()
+    shop.answer("read")
     assert shop.cache.prefetched_tokens("b") == 12
     assert shop.lengths(span(0, 32)) == (20, 32)
     shop.check()
@@ -259,11 +245,9 @@ def test_pages_that_another_request_computed_meanwhile_are_not_grafted() -> None
 def test_a_window_is_prefetched_with_its_prefix() -> None:
     shop = stored(40, swa=33, window=8, host_swa=65)
     shop.cache.prefetch("b", "", span(0, 40))
-    shop.storage.answer("query")
-    shop.cache.poll()
+    shop.answer("query")
     assert [(entry[2], len(entry[3])) for entry in shop.storage.asked] == [((Part.SWA,), 2), ((Part.FULL,), 10)]
-    shop.storage.answer("read")
-    shop.cache.poll()
+    shop.answer("read")
     assert shop.lengths(span(0, 40)) == (0, 40)
     assert shop.lengths(span(0, 36)) == (0, 0)
     shop.check()
@@ -278,15 +262,12 @@ def test_a_prefix_is_found_as_far_as_its_window_was_stored() -> None:
     shop.cache.prefetch("probe", "", span(0, 40))
     ((_, _, _, asked),) = shop.storage.asked
     shop.cache.release_aborted_request("probe")
-    shop.storage.answer("query")
-    shop.cache.poll()
+    shop.answer("query")
     shop.storage.stored.discard((Part.SWA, asked[8]))
     assert asked[8] in keys
     shop.cache.prefetch("b", "", span(0, 40))
-    shop.storage.answer("query")
-    shop.cache.poll()
-    shop.storage.answer("read")
-    shop.cache.poll()
+    shop.answer("query")
+    shop.answer("read")
     assert shop.lengths(span(0, 40)) == (0, 32)
     shop.check()
 
@@ -303,8 +284,7 @@ def test_keys_differ_in_everything_that_shapes_the_bytes() -> None:
 def test_namespaces_share_nothing_on_any_tier() -> None:
     shop = stored()
     shop.cache.prefetch("b", "tenant", span(0, 16))
-    shop.storage.answer("query")
-    shop.cache.poll()
+    shop.answer("query")
     assert shop.cache.prefetch_state("b") is PrefetchState.MISS
     shop.serve("c", span(0, 16))
     shop.settle()
@@ -329,6 +309,17 @@ def test_events_tell_routers_where_blocks_are() -> None:
     shop.cache.reset()
     assert shop.cache.take_events() == [AllBlocksCleared()]
     assert shop.cache.take_events() == []
+
+
+def test_where_events_are_not_taken_readers_are_told_to_start_over() -> None:
+    shop = Shop(full=33, kv_events=True)
+    log = shop.cache.events
+    assert log is not None
+    for number in range(EVENTS_MAX + 1):
+        log.removed(number.to_bytes(16, "little"), Tier.DEVICE)
+    start, last = shop.cache.take_events()
+    assert start == AllBlocksCleared()
+    assert last == BlockRemoved(block_hashes=(EVENTS_MAX,), medium="GPU")
 
 
 def test_events_of_a_trimmed_leaf_name_the_blocks_that_went() -> None:

@@ -58,8 +58,8 @@ def test_a_counter_may_be_set_to_a_higher_total_and_never_to_a_lower_one(metrics
 
 
 def test_histograms_count_up_to_their_bounds(metrics: Metrics) -> None:
-    for value, count in ((0.001, 1), (0.0011, 2), (1000.0, 1)):
-        metrics.observe("queue_time_seconds", value, count)
+    for value in (0.001, 0.0011, 0.0011, 1000.0):
+        metrics.observe("queue_time_seconds", value)
 
     def bucket(bound: str) -> float:
         return samples["serinus:queue_time_seconds_bucket", tuple(sorted((*WHERE, ("le", bound))))]

@@ -49,7 +49,7 @@ from serinus.pd.backends import CudaDriver, CudaIpcBackend, NixlBackend, Region
 from serinus.testing.answering_line import AnsweringLine
 from serinus.wire import Mailbox, ZmqChannel
 from serinus.wire.messages import LayoutSignature
-from tests.pd.tiny import PAGE_SIZE, first_token, full, make_request, make_settings, page_content
+from tests.pd.tiny import PAGE_SIZE, Store, first_token, full, make_request, make_settings, page_content
 
 PAGE_BYTES = 64 << 10
 BIG = LayoutSignature(
@@ -69,19 +69,11 @@ def full_page(prompt: NDArray[np.int32], index: int) -> NDArray[np.uint8]:
     return np.tile(page_content(prompt, index), PAGE_BYTES // 16)
 
 
-class Store:
+class HostStore(Store):
     """Pages in an array."""
 
-    page_bytes = PAGE_BYTES
-
     def __init__(self, count: int = 512) -> None:
-        self.data = np.zeros((count, PAGE_BYTES), dtype=np.uint8)
-
-    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
-        out[:] = self.data[pages]
-
-    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
-        self.data[pages] = data
+        super().__init__(PAGE_BYTES, count)
 
     def page(self, page: int) -> NDArray[np.uint8]:
         """What is in a page."""
@@ -92,7 +84,7 @@ class Store:
         self.data[pages] = 0xDD
 
 
-class DeviceStore(Store):
+class DeviceStore(HostStore):
     """Pages on a GPU."""
 
     def __init__(self, count: int = 512) -> None:
@@ -123,7 +115,7 @@ class DeviceStore(Store):
 class Spoiling:
     """A one-sided backend by which pages that were summed are another owner's at once."""
 
-    def __init__(self, backend: Any, store: Store) -> None:
+    def __init__(self, backend: Any, store: HostStore) -> None:
         self._backend, self._store = backend, store
 
     def __getattr__(self, name: str) -> Any:
@@ -142,7 +134,7 @@ class Spoiling:
 class Ends:
     """An engine's pages, and how they travel."""
 
-    store: Store
+    store: HostStore
     backends: Sequence[AnyBackend]
 
     @classmethod
@@ -152,7 +144,7 @@ class Ends:
             return cls(store=DeviceStore(), backends=(CudaIpcBackend(CudaDriver(), shares=shares),))
         if backend == "nixl":
             return cls(store=DeviceStore(), backends=(NixlBackend(f"peer-{new_incarnation()}", device=CudaDriver()),))
-        return cls(store=Store(), backends=make_backends(backend, 64 << 20))
+        return cls(store=HostStore(), backends=make_backends(backend, 64 << 20))
 
     def settings(self, engine: str, incarnation: int, **changes: object) -> HandoffSettings:
         """Of the engine's port."""
@@ -162,7 +154,7 @@ class Ends:
         )  # fmt: skip
 
 
-def line_to(store: Store, backends: Sequence[AnyBackend]) -> AnsweringLine:
+def line_to(store: HostStore, backends: Sequence[AnyBackend]) -> AnsweringLine:
     worker = PageWorker(0, layout=RankLayout(BIG), stores={Part.FULL: store}, backends=backends, clock=CLOCK)
     return AnsweringLine([worker])
 

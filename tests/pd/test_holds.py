@@ -13,7 +13,19 @@ import numpy as np
 import pytest
 
 from serinus.core.handoff import ChunkReady
-from serinus.pd import AbortPrefill, DecodeSide, Landed, MovePiece, PieceMoved, PrefillSide, Send, TakeIn, TakenIn
+from serinus.pd import (
+    AbortPrefill,
+    Capabilities,
+    DecodeSide,
+    Landed,
+    Mode,
+    MovePiece,
+    PieceMoved,
+    PrefillSide,
+    Send,
+    TakeIn,
+    TakenIn,
+)
 from serinus.pd.actions import AddPrefill, PrefillDrained, StopPrefill
 from serinus.pd.backends.holds import SharedHolds
 from serinus.pd.backends.shm import Segments, segment_name
@@ -22,7 +34,6 @@ from serinus.pd.pages import PagesGranted
 from serinus.pd.settings import Holds
 from serinus.wire import Gone, PeerMessage
 from serinus.wire.messages import Confirm, ConfirmOk, DoneOk, Message
-from tests.pd.shared_memory import PULL
 from tests.pd.steps import of_type, sent, start_event
 from tests.pd.tiny import PAGE_BYTES, full, make_settings
 
@@ -141,7 +152,11 @@ class Two:
     xid: str = ""
 
     def __post_init__(self) -> None:
-        more: dict[str, Any] = {"backends": ("far",), "capabilities": {"far": PULL}, "holds": {"far": self.holds}}
+        more: dict[str, Any] = {
+            "backends": ("far",),
+            "capabilities": {"far": Capabilities(mode=Mode.PULL)},
+            "holds": {"far": self.holds},
+        }
         self.decode = DecodeSide(make_settings("d", 1, **more), mint=iter(f"x{i}" for i in range(9)).__next__)
         self.prefill = PrefillSide(make_settings("p", 2, **more))
         self.to_decode(self.to_prefill(self.decode.handle(WantPeer(address="p0"), 0.0)))

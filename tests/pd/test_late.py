@@ -42,7 +42,7 @@ from serinus.pd.arrival_account import ArrivalAccount
 from serinus.testing.answering_line import AnsweringLine
 from serinus.wire import LocalHub, Mailbox
 from serinus.wire.messages import Data, LayoutSignature
-from tests.pd.tiny import LAYOUT, PAGE_SIZE, first_token, full, make_request, make_settings
+from tests.pd.tiny import LAYOUT, PAGE_SIZE, Store, first_token, full, make_request, make_settings
 
 PATIENT: dict[str, object] = dict.fromkeys(("connect_s_max", "handoff_s_max", "silence_s_max"), 1e6)
 LENGTH = 24
@@ -51,20 +51,6 @@ PAGES = LENGTH // PAGE_SIZE
 
 def layout_of(**changes: Any) -> LayoutSignature:
     return msgspec.structs.replace(LAYOUT, kv_head_count=2, layer_count=2, **changes)
-
-
-class Store:
-    """Pages of one rank."""
-
-    def __init__(self, page_bytes: int) -> None:
-        self.page_bytes = page_bytes
-        self.data = np.zeros((64, page_bytes), np.uint8)
-
-    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
-        out[:] = self.data[pages]
-
-    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
-        self.data[pages] = data
 
 
 class Failing(TcpBackend):
@@ -248,7 +234,7 @@ def test_a_connection_that_ends_leaves_nothing_at_ranks_that_come_late() -> None
     pair.d.work()
     pair.turn()
     assert [worker.staged_count for worker in pair.p.ranks] == [0, 0]
-    assert [worker.peer_count for worker in (*pair.p.ranks, *pair.d.ranks)] == [0] * 4
+    assert [len(worker._peers) for worker in (*pair.p.ranks, *pair.d.ranks)] == [0] * 4
     assert pair.decode.machine._taking == {}
     assert pair.ended(Recompute)[0].code == "peer_gone"
 
@@ -309,7 +295,7 @@ def test_ranks_forget_the_stamps_of_a_handoff_that_is_over(ends_well: bool) -> N
         pair._act(pair.cancel())
     pair.settle()
     assert len(pair.ended(Landed)) == ends_well
-    assert [worker.peer_count for worker in pair.d.ranks] == [1, 1]
+    assert [len(worker._peers) for worker in pair.d.ranks] == [1, 1]
     assert [stamps_known(worker) for worker in pair.d.ranks] == [0, 0]
     pair.check_empty()
 

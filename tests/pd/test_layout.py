@@ -15,6 +15,7 @@ from serinus.core.errors import LayoutMismatch
 from serinus.core.parts import Part
 from serinus.pd import Cut, Intake, Mode, RankLayout, Routes, TakeIn, cut, difference, recut, target_range
 from serinus.wire.messages import LayoutSignature
+from tests.pd.tiny import Store
 
 BASE = LayoutSignature(model="m", kv_dtype="float16", page_size=4, layer_count=6, kv_head_count=4, head_size=2)
 
@@ -104,20 +105,6 @@ def test_every_byte_of_a_prompt_lands_exactly_once_where_it_belongs(
             assert times[rank].max() <= 1, "and what is behind the prompt at most once"
 
 
-class Memory:
-    """A store of one part on one rank."""
-
-    def __init__(self, page_bytes: int) -> None:
-        self.page_bytes = page_bytes
-        self.data = np.zeros((64, page_bytes), np.uint8)
-
-    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
-        out[:] = self.data[pages]
-
-    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
-        self.data[pages] = data
-
-
 @pytest.mark.parametrize(
     ("source", "target"),
     [({}, {}), ({"tp": 2, "pp": 2}, {"tp": 4}), ({"tp": 4}, {"pp": 3}), ({"page_size": 2}, {"page_size": 8, "tp": 2}),
@@ -128,7 +115,7 @@ def test_pieces_of_all_ranks_together_fill_scattered_pages_of_all_ranks(
     source: dict[str, Any], target: dict[str, Any]
 ) -> None:
     ours, theirs = RankLayout(changed(**target)), RankLayout(changed(**source))
-    memories = [{Part.FULL: Memory(ours.page_bytes(rank, Part.FULL))} for rank in range(len(ours.shards))]
+    memories = [{Part.FULL: Store(ours.page_bytes(rank, Part.FULL))} for rank in range(len(ours.shards))]
     intakes = [Intake(theirs, ours, rank, stores) for rank, stores in enumerate(memories)]
     routes = Routes(theirs, ours)
     kv = whole_kv(BASE, Part.FULL, 24)

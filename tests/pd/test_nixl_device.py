@@ -22,8 +22,7 @@ from serinus.pd import AttachPeer, Mode, MovePiece, PageWorker, PieceMoved, Rank
 from serinus.pd.backends import NixlBackend, OpResult, OpState, PageRows, Region, make_one_sided, pack_endpoint
 from serinus.pd.backends.nixl import NixlLibrary
 from tests.pd.gather import Gather, sums_of
-from tests.pd.test_late import Store
-from tests.pd.tiny import LAYOUT
+from tests.pd.tiny import LAYOUT, Store
 
 PAGES, STRIP, LANES = 20, 32, 2
 BYTES = PAGES * STRIP * LANES

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from serinus.core.clock import ManualClock
 from serinus.core.errors import ConfigError
@@ -44,25 +43,19 @@ from serinus.pd.port import OFFENCES_MAX
 from serinus.testing.answering_line import AnsweringLine
 from serinus.wire import Arrived, ChannelEvent, Gone, LocalChannel, LocalHub, Mailbox, encode
 from serinus.wire.messages import DataOk, Keepalive
-from tests.pd.tiny import LAYOUT, PAGE_BYTES, PAGE_SIZE, first_token, full, make_request, make_settings, page_content
+from tests.pd.tiny import (
+    LAYOUT,
+    PAGE_SIZE,
+    Store,
+    first_token,
+    full,
+    make_request,
+    make_settings,
+    page_content,
+)
 
 PATIENT: dict[str, object] = dict.fromkeys(("connect_s_max", "handoff_s_max", "silence_s_max"), 1e6)
 """No timer runs out: what a bad network does to them is another matter."""
-
-
-class Store:
-    """Pages in an array."""
-
-    page_bytes = PAGE_BYTES
-
-    def __init__(self, count: int = 64) -> None:
-        self.data = np.full((count, PAGE_BYTES), 0xEE, dtype=np.uint8)
-
-    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
-        out[:] = self.data[pages]
-
-    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
-        self.data[pages] = data
 
 
 class Lossy(LocalChannel):

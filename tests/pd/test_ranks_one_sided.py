@@ -32,8 +32,7 @@ from serinus.pd.modes import Capabilities, Fence
 from serinus.pd.pages import MemoryShared, PagesGranted, PeerUnreachable, RankFenced, ShareMemory, TakeIn
 from serinus.testing.answering_line import AnsweringLine
 from serinus.wire import Gone
-from tests.pd.test_late import Store
-from tests.pd.tiny import LAYOUT, make_settings
+from tests.pd.tiny import LAYOUT, Store, make_settings
 
 PUSH = MooncakeBackend.capabilities
 LAYOUT_2 = msgspec.structs.replace(LAYOUT, kv_head_count=2, tp=2)

@@ -18,6 +18,7 @@ from serinus.pd.backends import Fenced, OpResult, OpState, Region, strips_into_r
 from serinus.pd.modes import Capabilities
 from serinus.pd.pages import PeerUnreachable, TakeIn, TakenIn
 from serinus.wire.messages import LayoutSignature
+from tests.pd.tiny import Store
 
 SEED, TOKENS, HEADS, LAYERS = 7, 16, 4, 4
 ONE = LayoutSignature(
@@ -41,19 +42,6 @@ def pages_of(of: RankLayout, rank: int) -> NDArray[np.uint8]:
     parts = mine.reshape(len(shard.layers), 2, count, of.page_size, len(shard.heads), 4)
     of.view(rank, Part.FULL, rows)[:] = parts.transpose(2, 0, 1, 3, 4, 5)
     return rows
-
-
-class Pages:
-    """A store that is an array."""
-
-    def __init__(self, page_bytes: int) -> None:
-        self.rows, self.page_bytes = np.zeros((9, page_bytes), np.uint8), page_bytes
-
-    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
-        out[:] = self.rows[pages]
-
-    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
-        self.rows[pages] = data
 
 
 class Reader:
@@ -115,7 +103,7 @@ class Rank:
 
     def __init__(self, source: RankLayout, target: RankLayout, rank: int, staging_bytes: int = 1 << 20) -> None:
         self.source, self.rank, self.target = source, rank, target
-        self.reader, self.pages = Reader(source), Pages(target.page_bytes(rank, Part.FULL))
+        self.reader, self.pages = Reader(source), Store(target.page_bytes(rank, Part.FULL))
         self.worker = PageWorker(
             rank, layout=target, stores={Part.FULL: self.pages}, backends=[self.reader], clock=ManualClock(),
             staging_bytes=staging_bytes,
@@ -149,7 +137,7 @@ class Rank:
 
     @property
     def taken(self) -> NDArray[np.uint8]:
-        return self.pages.rows[IDS[: TOKENS // self.target.page_size]]
+        return self.pages.data[IDS[: TOKENS // self.target.page_size]]
 
 
 SHAPES: Sequence[tuple[dict[str, int], dict[str, int]]] = [
@@ -197,7 +185,7 @@ def test_bytes_that_differ_are_not_cut() -> None:
     rank.reader.go_on(damage=1)
     (answer,) = rank.poll()
     assert (answer.code, "page 0 of the prompt" in answer.error) == ("digest", True)
-    assert not rank.pages.rows.any()
+    assert not rank.pages.data.any()
 
 
 def test_what_was_given_up_is_answered_when_it_is_over_and_used_by_no_one() -> None:
@@ -213,10 +201,10 @@ def test_what_was_given_up_is_answered_when_it_is_over_and_used_by_no_one() -> N
     assert [(answer.xid, answer.source, answer.code) for answer in rank.poll()] == [
         ("gone", 1, "transfer"), ("gone", 0, "transfer"),
     ]  # fmt: skip
-    assert not rank.pages.rows.any()
+    assert not rank.pages.data.any()
     rank.reader.go_on()
     assert [answer.error for answer in rank.poll()[2:]] == [""]
-    assert rank.pages.rows.any()
+    assert rank.pages.data.any()
     assert len(rank.reader.begun) == 2, "the one that waited was never begun"
 
 
@@ -229,7 +217,7 @@ def test_reads_that_wait_for_room_end_with_their_peer() -> None:
     rank.worker.obey(ClosePeer(peer="p"))
     rank.reader.go_on()
     assert ["closed" in answer.error or "not connected" in answer.error for answer in rank.poll()] == [True, True]
-    assert not rank.pages.rows.any()
+    assert not rank.pages.data.any()
     assert not rank.worker.busy
 
 

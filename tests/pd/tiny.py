@@ -59,6 +59,20 @@ def first_token(prompt: NDArray[np.int32]) -> int:
     return int(prompt.sum()) % VOCAB
 
 
+class Store:
+    """Pages in an array, of one part on one rank."""
+
+    def __init__(self, page_bytes: int = PAGE_BYTES, count: int = 64) -> None:
+        self.page_bytes = page_bytes
+        self.data = np.zeros((count, page_bytes), np.uint8)
+
+    def read_pages(self, pages: NDArray[np.integer], out: NDArray[np.uint8]) -> None:
+        out[:] = self.data[pages]
+
+    def write_pages(self, pages: NDArray[np.integer], data: NDArray[np.uint8]) -> None:
+        self.data[pages] = data
+
+
 @dataclass(slots=True)
 class Pool:
     """Pages 1 .. count - 1 and the owner of each."""

@@ -47,7 +47,6 @@ from serinus.pd import (
     Tick,
     Unstage,
     digest_pages,
-    first_bad_page,
 )
 from serinus.wire import Gone, PeerMessage
 from serinus.wire.messages import Data, Message
@@ -397,9 +396,8 @@ class World:
         if rows is None:  # the sender died with its memory
             return TakenIn(xid=action.xid, piece=action.piece, error="nothing is there", code="transfer")
         self.pools[d].data[action.pages] = rows
-        bad = first_bad_page(rows, action.digest_seed, action.digests)
-        if bad is not None:
-            return TakenIn(xid=action.xid, piece=action.piece, error=f"page {bad} differs", code="digest")
+        if digest_pages(rows, action.digest_seed) != action.digests:
+            return TakenIn(xid=action.xid, piece=action.piece, error="a page differs", code="digest")
         return TakenIn(xid=action.xid, piece=action.piece)
 
     def _landed(self, d: int, action: Landed) -> None:

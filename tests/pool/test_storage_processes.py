@@ -163,7 +163,7 @@ def test_writers_and_readers_of_the_same_pages_at_once(tmp_path: Path, round_: i
     for storage, _ in ends:
         for done in storage.wait():
             check(done, asked)
-        assert storage.open_count == 0
+        assert not storage._open
         assert storage.shelf.counts().bad == 0
         storage.close()
     assert not leftovers(tmp_path)

@@ -10,10 +10,8 @@ import tempfile
 from itertools import product
 
 from serinus.core.clock import WallClock
-from serinus.models import load_spec
 from serinus.models.small_checkpoints import make_toy
-from serinus.testing.oracle import toy_continue
-from tests.ranks.pair import count, pair
+from tests.ranks.pair import answers, count, pair, prompts_of, toy_answers
 
 LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 3)]
 
@@ -23,17 +21,13 @@ def main() -> int:
     wrong, clock = 0, WallClock()
     with tempfile.TemporaryDirectory() as folder:
         toy = make_toy(folder, vocab=64, context=128, layers=6, kv_heads=4, tokenizer=False)
-        spec = load_spec(toy)
-        prompts = {f"r{i}": [(7 * i + j) % 64 for j in range(3 + 6 * i)] for i in range(16)}
-        expected = {rid: toy_continue(spec, prompt, 9) for rid, prompt in prompts.items()}
+        prompts = prompts_of(16, 6)
+        expected = toy_answers(toy, prompts, 9)
         for backend, prefill, decode in product(("shm", "tcp"), LAYOUTS, LAYOUTS):
             start = clock.now()
             ours, theirs = ({"tp_size": tp, "pp_size": pp} for tp, pp in (prefill, decode))
             with pair(toy, ours, theirs, backend) as engines:
-                for rid, prompt in prompts.items():
-                    engines.add(rid, prompt, 9)
-                engines.run()
-                good = all(engines.tokens(rid) == answer for rid, answer in expected.items())
+                good = answers(engines, prompts, 9) == expected
                 failed = count(engines.decode, "num_transfer_failed_reqs")
                 pages = count(engines.decode, "kv_transfer_pages")
             wrong += not good or failed > 0

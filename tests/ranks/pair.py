@@ -10,11 +10,13 @@ from typing import Any
 
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
+from serinus.models import load_spec
 from serinus.ranks.thread_ranks import ThreadRanks
 from serinus.selftest import EngineDriver, EnginePair
-from tests.ranks.crew import SETTINGS
+from serinus.testing.oracle import toy_continue
+from tests.ranks.crew import SETTINGS, Crew
 
-__all__ = ["Pair", "count", "pair"]
+__all__ = ["Pair", "answers", "count", "pair", "prompts_of", "toy_answers"]
 
 _PATIENCE_S = 60.0
 
@@ -51,6 +53,25 @@ class Pair(EnginePair):
         halves = (self.prefill, self.decode)
         counted = [n for half in halves for held in half.line.rank_holdings for n in held.values()]
         return not any(counted) and not any(self.port_of(half).machine.handoff_count for half in halves)
+
+
+def prompts_of(count: int, step: int = 9) -> dict[str, list[int]]:
+    """`count` prompts of a toy, each `step` tokens longer than the one before."""
+    return {f"r{i}": [(7 * i + j) % 64 for j in range(3 + step * i)] for i in range(count)}
+
+
+def answers(engines: Pair | Crew, prompts: Mapping[str, list[int]], tokens: int) -> dict[str, list[int]]:
+    """Ask all of them at once, so many tokens each, and run until nothing is held any more."""
+    for rid, prompt in prompts.items():
+        engines.add(rid, prompt, tokens)
+    engines.run()
+    return {rid: engines.tokens(rid) for rid in prompts}
+
+
+def toy_answers(path: Path, prompts: Mapping[str, list[int]], tokens: int, **more: Any) -> dict[str, list[int]]:
+    """What the oracle answers to them."""
+    spec = load_spec(path)
+    return {rid: toy_continue(spec, prompt, tokens, **more) for rid, prompt in prompts.items()}
 
 
 @contextmanager

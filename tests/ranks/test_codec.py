@@ -188,7 +188,7 @@ moves = st.builds(
 )
 keys = st.lists(st.binary(min_size=16, max_size=16), max_size=3).map(tuple)
 others = st.one_of(
-    st.builds(Stop, reason=st.text(max_size=9)),
+    st.builds(Stop),
     st.builds(CopyPages, moves=st.lists(moves, max_size=3).map(tuple)),
     st.builds(QueryPages, op=ids(1), keys=keys, parts=st.just((Part.FULL, Part.SWA))),
     st.builds(ReadPages, op=ids(1), part=st.sampled_from(Part), keys=keys, pages=arrays("int32")),

@@ -16,7 +16,7 @@ from serinus.ranks.layouts import data_backends
 from serinus.testing.oracle import toy_continue
 from tests.cells import some
 from tests.ranks.crew import config_of, crew
-from tests.ranks.pair import Pair, count, pair
+from tests.ranks.pair import Pair, answers, count, pair, prompts_of, toy_answers
 
 PREFILL = [(1, 2), (2, 1), (2, 2)]
 DECODE = [(1, 1), (2, 1), (1, 2)]
@@ -27,24 +27,15 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toy(tmp_path_factory.mktemp("toy"), vocab=64, context=128, layers=4, kv_heads=4, tokenizer=False)
 
 
-def prompts_of(count: int, step: int = 9) -> dict[str, list[int]]:
-    return {f"r{i}": [(7 * i + j) % 64 for j in range(3 + step * i)] for i in range(count)}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", some(range(len(PREFILL) * len(DECODE)), 1, 3, 8))
 def test_every_layout_hands_over_to_every_other(toy: Path, number: int) -> None:
     """shm and tcp in turn; `python -m tests.ranks.matrix` runs both for each."""
     prefill, decode = list(product(PREFILL, DECODE))[number]
-    spec, prompts = load_spec(toy), prompts_of(5)
+    prompts = prompts_of(5)
     ours, theirs = ({"tp_size": tp, "pp_size": pp} for tp, pp in (prefill, decode))
     with pair(toy, ours, theirs, "shm" if number % 2 else "tcp") as engines:
-        for rid, prompt in prompts.items():
-            engines.add(rid, prompt, 7)
-        engines.run()
-        assert {rid: engines.tokens(rid) for rid in prompts} == {
-            rid: toy_continue(spec, prompt, 7) for rid, prompt in prompts.items()
-        }
+        assert answers(engines, prompts, 7) == toy_answers(toy, prompts, 7)
         assert count(engines.decode, "num_transfer_failed_reqs") == 0
         pages = sum(-(-len(prompt) // 4) for prompt in prompts.values())
         assert pages - 10 <= count(engines.decode, "kv_transfer_pages") <= pages, "only what is cached here stays away"
@@ -68,14 +59,10 @@ def test_ranks_without_layers_of_a_part_hand_over_what_they_have(tmp_path: Path)
     path = make_toy(
         tmp_path, vocab=64, context=128, layers=4, kv_heads=2, tokenizer=False, window=8, layer_types="FSFS"
     )
-    spec, prompts = load_spec(path), prompts_of(5, 11)
+    prompts = prompts_of(5, 11)
     ours, theirs = {"pp_size": 3, "pp_layer_partition": "1,1,2"}, {"tp_size": 2}
     with pair(path, ours, theirs, max_total_tokens=512) as engines:
-        for rid, prompt in prompts.items():
-            engines.add(rid, prompt, 12)
-        engines.run()
-        for rid, prompt in prompts.items():
-            assert engines.tokens(rid) == toy_continue(spec, prompt, 12)
+        assert answers(engines, prompts, 12) == toy_answers(path, prompts, 12)
         assert count(engines.decode, "num_transfer_failed_reqs") == 0
         assert count(engines.decode, "kv_transfer_pages") > 0
 
@@ -94,30 +81,20 @@ def test_latent_rows_which_all_slices_hold_come_to_every_slice(
     tmp_path: Path, prefill: tuple[int, int], decode: tuple[int, int], canary: str
 ) -> None:
     path = make_toy(tmp_path, vocab=64, context=128, layers=4, head_size=16, tokenizer=False, latent=True)
-    spec, prompts = load_spec(path), prompts_of(5)
+    prompts = prompts_of(5)
     ours, theirs = ({"tp_size": tp, "pp_size": pp} for tp, pp in (prefill, decode))
     with pair(path, ours, theirs, kv_canary=canary) as engines:
-        for rid, prompt in prompts.items():
-            engines.add(rid, prompt, 7)
-        engines.run()
-        assert {rid: engines.tokens(rid) for rid in prompts} == {
-            rid: toy_continue(spec, prompt, 7) for rid, prompt in prompts.items()
-        }
+        assert answers(engines, prompts, 7) == toy_answers(path, prompts, 7)
         assert count(engines.decode, "num_transfer_failed_reqs") == 0
         assert count(engines.decode, "kv_transfer_pages") > 20
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (2, 1), (1, 2)])
 def test_kv_of_one_byte_goes_between_equal_and_unequal_slices(toy: Path, prefill: int, decode: int) -> None:
-    spec, prompts = load_spec(toy), prompts_of(4)
+    prompts = prompts_of(4)
     sizes = ({"tp_size": tp} for tp in (prefill, decode))
     with pair(toy, *sizes, "shm", kv_cache_dtype="fp8", kv_canary="raise", kv_canary_real_data="all") as engines:
-        for rid, prompt in prompts.items():
-            engines.add(rid, prompt, 7)
-        engines.run()
-        assert {rid: engines.tokens(rid) for rid in prompts} == {
-            rid: toy_continue(spec, prompt, 7, dtype="float8_e4m3fn") for rid, prompt in prompts.items()
-        }
+        assert answers(engines, prompts, 7) == toy_answers(toy, prompts, 7, dtype="float8_e4m3fn")
         assert count(engines.decode, "num_transfer_failed_reqs") == 0
         assert count(engines.decode, "kv_transfer_pages") > 10
 
@@ -132,15 +109,9 @@ def test_a_real_model_with_kv_in_fp8_answers_what_one_engine_of_its_slices_answe
     prompts = {f"r{i}": [(37 * i + 11 * j) % 320 for j in range(9 + 8 * i)] for i in range(4)}
     given = {"dtype": "float32", "kv_cache_dtype": "fp8"}
     with crew(path, tp_size=prefill, **given) as alone:
-        for rid, prompt in prompts.items():
-            alone.add(rid, prompt, 8)
-        alone.run()
-        expected = {rid: alone.tokens(rid) for rid in prompts}
+        expected = answers(alone, prompts, 8)
     with pair(path, {"tp_size": prefill}, {"tp_size": 2}, **given) as engines:
-        for rid, prompt in prompts.items():
-            engines.add(rid, prompt, 8)
-        engines.run()
-        assert {rid: engines.tokens(rid) for rid in prompts} == expected
+        assert answers(engines, prompts, 8) == expected
         assert count(engines.decode, "kv_transfer_pages") > 0
 
 
@@ -154,16 +125,10 @@ def test_a_real_model_answers_what_one_engine_answers(
     path = make_checkpoint(tmp_path, family, layers=4, vocab=320, tokenizer=False)
     prompts = {f"r{i}": [(37 * i + 11 * j) % 320 for j in range(9 + 8 * i)] for i in range(4)}
     with crew(path, dtype="float32") as alone:
-        for rid, prompt in prompts.items():
-            alone.add(rid, prompt, 8)
-        alone.run()
-        expected = {rid: alone.tokens(rid) for rid in prompts}
+        expected = answers(alone, prompts, 8)
     ours, theirs = ({"tp_size": tp, "pp_size": pp} for tp, pp in (prefill, decode))
     with pair(path, ours | {"ep_size": ep}, theirs, dtype="float32") as engines:
-        for rid, prompt in prompts.items():
-            engines.add(rid, prompt, 8)
-        engines.run()
-        assert {rid: engines.tokens(rid) for rid in prompts} == expected
+        assert answers(engines, prompts, 8) == expected
         assert count(engines.decode, "kv_transfer_pages") > 0
         assert count(engines.decode, "num_transfer_failed_reqs") == 0
 

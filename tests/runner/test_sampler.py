@@ -18,7 +18,6 @@ from serinus.runner import Sampler
 
 VOCAB = 50
 SAMPLER = Sampler(load("cpu"))
-REFERENCE = Sampler(load("cpu", "ref"))
 
 
 def spec(*, seed: int = 0, position: int = 1, generated: int = 0, **given: Any) -> SampleSpec:

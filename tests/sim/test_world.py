@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from serinus.core.rng import Rng
-from serinus.sim import Run, Scenario, draw, run
+from serinus.sim import Options, Run, Scenario, calm_scenario, draw, run
 from serinus.sim.options import Cancel
 from tests.cells import some
 from tests.sim.backend_mutants import outlasting
@@ -127,6 +127,15 @@ def test_the_worlds_are_what_they_claim_to_be() -> None:
     assert not missing, f"never happened: {missing}, in {counts}"
     assert counts["landed"] > 120
     assert counts["landed sliding"] > 20
+
+
+def test_where_the_cache_is_said_to_have_no_room_requests_wait_until_it_has() -> None:
+    calm = calm_scenario(draw(3, backend="local"), works=2)
+    free, full = (run(replace(calm, options=Options(allocation=chance))) for chance in (0.0, 1.0))
+    assert free.finding is None
+    assert full.finding is None
+    assert full.ends == free.ends
+    assert full.seconds > free.seconds + 1.0, "they began before the adversary stopped"
 
 
 def test_a_scenario_survives_being_written_down() -> None:

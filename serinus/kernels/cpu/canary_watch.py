@@ -66,7 +66,6 @@ class _CpuWatch:
     ) -> None:  # fmt: skip
         self._holds = (table_RC, written_RC, stamps_LS4, layers_kv, coefficients_L22W, ring, stored)
         self._pools = _Pools(layers_kv, coefficients_L22W) if coefficients_L22W is not None else None
-        self._page_size = page_size
         plan, halves = (table_RC.data_ptr(), table_RC.shape[1]), len(stamps_LS4) // 2
         stamps = (stamps_LS4.data_ptr(), stamps_LS4.shape[1])
         self._plan = kernels.Plan(0, plan[0], 0, 0, 0, 0, plan[1], page_size, stamps[1])

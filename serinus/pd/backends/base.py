@@ -104,11 +104,6 @@ class SpanAllocator:
         self._taken: dict[int, ByteSpan] = {}
         self._last_key = 0
 
-    @property
-    def taken_bytes(self) -> int:
-        """Bytes handed out now."""
-        return sum(span.end - span.start for span in self._taken.values())
-
     def take(self, byte_count: int) -> tuple[int, int] | None:
         """(key, offset) of a free span, 64-byte aligned; None = no room. Cost: O(free spans), a handful."""
         size = -(-byte_count // 64) * 64

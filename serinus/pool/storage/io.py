@@ -32,6 +32,7 @@ _TASK_BYTES = 1 << 20
 _TASK_KEYS = 512
 """...or so many keys of a question."""
 _WARN_EVERY_S = 30.0
+_DRAIN_S_MAX = 5.0
 _LOOK_EVERY_S = 1.0
 """Seconds between two looks at what other engines removed; before a question there is one in any case."""
 _NO_PAGES = np.zeros(0, np.int32)
@@ -244,16 +245,10 @@ class QueuedStorage:
             self._workers.wait_for(lambda: not self._open)
         return self.poll()
 
-    @property
-    def open_count(self) -> int:
-        """Operations that have not ended."""
+    def close(self) -> None:
+        """Write what is queued, as far as that takes five seconds; then end the threads."""
         with self._workers:
-            return len(self._open)
-
-    def close(self, drain_s_max: float = 5.0) -> None:
-        """Write what is queued, as far as that takes `drain_s_max` seconds; then end the threads."""
-        with self._workers:
-            self._workers.wait_for(lambda: not self._open, drain_s_max)
+            self._workers.wait_for(lambda: not self._open, _DRAIN_S_MAX)
             self._closing = True
         self._workers.stop()
         self.shelf.close()
