@@ -119,9 +119,7 @@ def bad_line(line: BadLine) -> bytes:
 
 def _line(custom_id: str | None, **rest: Any) -> bytes:
     found = {"id": f"batch_req_{new_rid()}", "custom_id": custom_id, **rest}
-    text = json.dumps(found, ensure_ascii=False).encode(
-        errors="backslashreplace"
-    )  # of half characters
+    text = json.dumps(found, ensure_ascii=False).encode(errors="backslashreplace")  # of half characters
     return one_line(text) + b"\n"
 
 
