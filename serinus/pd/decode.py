@@ -318,7 +318,7 @@ class DecodeSide:
         if self._stopped:
             return
         for handoff in self._table:
-            if now - handoff.begun > self._settings.handoff_s_max:
+            if now - handoff.started > self._settings.handoff_s_max:
                 reason = f"pd: not landed within {self._settings.handoff_s_max} s"
                 self._table.fail(handoff, "deadline", reason, now, out)
         for peer in self._registry.tick(event, now, self._table.floor, out):

@@ -30,9 +30,9 @@ class DecodeHandoff:
     grant: int
     seed: int
     begun: float
-    """When it was asked for: its deadline counts from here."""
+    """When it was asked for."""
     started: float = 0.0
-    """When its pages were there."""
+    """When its pages were there; until then when it was asked for. Its deadline counts from here."""
     held: int = 0
     told: int = 0
     """What PREPARE said of it: less, where it went out before there were pages."""

@@ -359,6 +359,7 @@ class PrefillSide:
             self._table.fail(handoff, "mismatch", f"pd: {wrong}", now, out)
             return
         handoff.granted_at, handoff.seed = now, message.digest_seed
+        handoff.deadline = now + handoff.deadline_s
         for span in message.spans:
             handoff.spans[span.part] = span
             lowest = self._settings.first_needed(span.part, handoff.held, handoff.tokens)

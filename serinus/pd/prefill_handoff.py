@@ -43,6 +43,8 @@ class PrefillHandoff:
     """Aligned to own pages."""
     grant: int
     """Its number; permission only where `granted_at` is set."""
+    deadline_s: float
+    """Seconds that it may take, from PREPARE and again from its grant."""
     deadline: float
     prepared_at: float
     end: int
@@ -94,9 +96,10 @@ class PrefillHandoff:
         """A PREPARE without fault, as a handoff of which nothing is done."""
         size = settings.layout.page_size
         request = replace(message.request, rid=message.xid, prefill_address="", arrival=now)
+        deadline_s = min(message.deadline_s, settings.handoff_s_max)
         return cls(
             xid=message.xid, rid=message.request.rid, peer=peer, request=request, held=message.held // size * size,
-            grant=message.grant, deadline=now + min(message.deadline_s, settings.handoff_s_max), prepared_at=now,
+            grant=message.grant, deadline_s=deadline_s, deadline=now + deadline_s, prepared_at=now,
             end=-(-len(request.prompt) // size),
         )  # fmt: skip
 

@@ -147,6 +147,10 @@ class Incoming:
         """A request that has pages for its prompt. Raises KeyError where it has none."""
         return self._batch.transfer[rid]
 
+    def has_pages(self, rid: str) -> bool:
+        """Whether a request has pages that a prefill engine may fill."""
+        return rid in self._batch.transfer
+
     def wait_again(self, state: ReqState) -> None:
         """The load of its prefix from the host failed before a prefill engine was told, or what that one sent is wrong:
         it waits for pages again."""

@@ -69,6 +69,28 @@ def test_a_prompt_that_turns_out_to_be_cached_is_taken_back(toy: Path) -> None:
     assert both.prefill.built.metrics.by_labels("num_bootstrap_failed_reqs") == {}, "that is no failure"
 
 
+@pytest.mark.parametrize("policy", ["recompute", "error"])
+def test_a_prompt_that_waits_for_pages_of_decode_beyond_the_deadline_is_asked_for_again(toy: Path, policy: str) -> None:
+    both = pair(
+        toy, max_total_tokens=512, handoff_s_max=3.0, decode_settings={"max_running_requests": 1, "on_failure": policy}
+    )
+    prompt = list(range(1, 41))
+    both.add("long", [9] * 9, 200)
+    both.add("waits", prompt, 4)
+    for _ in range(40):
+        both.clock.advance(0.1)
+        both.turn_decode()
+        both.turn_prefill()
+    assert both.decode.built.metrics.by_labels("num_bootstrap_failed_reqs") == {("deadline",): 1}
+    assert both.port_of(both.prefill).machine.handoff_count == 0, "its pages are for others now"
+    both.run_until_idle()
+    assert both.tokens("waits") == toy_continue(load_spec(toy), prompt, 4)
+    usage = both.deltas["waits"][-1].usage
+    assert usage is not None
+    assert (usage.prefill_engine, usage.local_reason) == ("prefill-0", "")
+    both.check()
+
+
 def test_tokens_that_both_engines_have_cached_count_once(toy: Path) -> None:
     """Also where the prompt was asked for before decode knew what it has, or prefill's pages are larger."""
     for early, page_size in ((True, 4), (False, 16), (True, 16)):

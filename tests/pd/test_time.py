@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from serinus.pd import AbortPrefill, PrefillSide, Recompute, Tick
+from serinus.pd import AbortPrefill, PrefillSide, PrepareHandoff, Recompute, Tick
 from serinus.wire.messages import Fail, Hello, Prepare
 from tests.pd.steps import greeted, of_type, sent, start_event, tell
 from tests.pd.tiny import LAYOUT, make_request, make_settings
@@ -42,3 +42,16 @@ def test_a_handoff_that_waits_in_a_long_queue_has_until_its_deadline() -> None:
     side.handle(start_event(), 0.0)
     assert not of_type(side.handle(Tick(), 499.0), Recompute)
     assert [r.code for r in of_type(side.handle(Tick(), 501.0), Recompute)] == ["deadline"]
+
+
+def test_the_deadline_of_a_prompt_that_was_asked_for_early_counts_again_from_its_grant() -> None:
+    side, event = greeted(handoff_s_max=10.0), start_event()
+    (prepare,) = sent(side.handle(PrepareHandoff(rid="r", request=event.request, address="p0"), 0.0))
+    prefill = PrefillSide(make_settings("p", 2))
+    tell(prefill, "in-1", Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here"))
+    tell(prefill, "in-1", prepare)
+    (grant,) = sent(side.handle(event, 9.0))
+    tell(prefill, "in-1", grant, 9.0)
+    for now, over in ((18.5, False), (19.5, True)):
+        assert bool(of_type(side.handle(Tick(), now), Recompute)) == over
+        assert bool(of_type(prefill.handle(Tick(), now), AbortPrefill)) == over
