@@ -77,7 +77,6 @@ class PeerChanged:
     reason: str = ""
     backend: str = ""
     """With up: how KV travels."""
-    incarnation: int = 0
 
 
 # ---- actions of a decode engine -----------------------------------------------------------------------------------

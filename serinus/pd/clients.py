@@ -189,7 +189,7 @@ class Clients:
             return False
         if is_genuine(secret, hello, incarnation, nonce):
             return True
-        self.refuse(peer, incarnation, hello, "you do not know the cluster secret", out)
+        self.refuse(peer, hello, "you do not know the cluster secret", out)
         return False
 
     def greet(self, peer: str, incarnation: int, hello: Hello, now: float, out: list[PrefillAction]) -> None:
@@ -202,7 +202,7 @@ class Clients:
         elif len(self._clients) >= CLIENTS_MAX:
             reason = f"{CLIENTS_MAX} decode engines are connected already, expected fewer"
         if reason:
-            self.refuse(peer, incarnation, hello, reason, out)
+            self.refuse(peer, hello, reason, out)
             return
         layout = RankLayout(hello.layout)
         mode = settings.capabilities_of(backend).between(RankLayout(settings.layout), layout)
@@ -224,12 +224,12 @@ class Clients:
         out.append(AttachPeer(peer=peer, backend=backend, layout=hello.layout, endpoints=endpoints))
         out.append(Send(peer=peer, message=welcome))
         news = f"pages travel by {backend}, as {choice.passed}" if choice.passed else ""
-        out.append(self._news(peer, hello.engine, "up", news, backend, incarnation))
+        out.append(self._news(peer, hello.engine, "up", news, backend))
 
-    def refuse(self, peer: str, incarnation: int, hello: Hello, reason: str, out: list[PrefillAction]) -> None:
+    def refuse(self, peer: str, hello: Hello, reason: str, out: list[PrefillAction]) -> None:
         """Refuse a HELLO in words and hang up."""
         out.append(Send(peer=peer, message=HelloNo(reason=f"pd: {reason}")))
-        out.append(self._news(peer, hello.engine, "refused", reason, "", incarnation))
+        out.append(self._news(peer, hello.engine, "refused", reason, ""))
         out.append(ClosePeer(peer=peer))
 
     def _choose_backend(self, hello: Hello) -> _Choice:
@@ -269,7 +269,7 @@ class Clients:
         client = self._clients.pop(peer)
         if client.hold:
             self._settings.holds[client.backend].end(client.hold)
-        out.append(self._news(peer, client.engine, "down", reason, client.backend, client.incarnation))
+        out.append(self._news(peer, client.engine, "down", reason, client.backend))
 
     def forget_stranger(self, peer: str) -> None:
         """A connection that was never greeted ended."""
@@ -291,14 +291,6 @@ class Clients:
         return silent
 
     def _news(
-        self,
-        peer: str,
-        engine: str,
-        state: Literal["up", "down", "refused"],
-        reason: str,
-        backend: str,
-        incarnation: int,
+        self, peer: str, engine: str, state: Literal["up", "down", "refused"], reason: str, backend: str
     ) -> PeerChanged:
-        return PeerChanged(
-            peer=peer, engine=engine, address="", state=state, reason=reason, backend=backend, incarnation=incarnation
-        )
+        return PeerChanged(peer=peer, engine=engine, address="", state=state, reason=reason, backend=backend)

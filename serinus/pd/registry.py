@@ -62,7 +62,6 @@ class Peer:
     reason: str = ""
     """Why it is DOWN or REFUSED."""
     engine: str = ""
-    incarnation: int = 0
     backend: str = ""
     load: int = 0
     """Requests running or waiting there: as it said, and what least_loaded gave it since."""
@@ -167,7 +166,7 @@ class Registry:
             self.refuse(peer, reason, now, out)
             return False
         peer.state, peer.since, peer.failures, peer.suspect, peer.reason = PeerState.UP, now, 0, False, ""
-        peer.engine, peer.incarnation, peer.backend = message.engine, incarnation, message.backend
+        peer.engine, peer.backend = message.engine, message.backend
         peer.slow, peer.pulse.said_at, peer.pulse.step_s = False, now, message.step_s_max
         peer.layout, peer.mode, peer.hold = RankLayout(message.layout), Mode(message.mode), message.hold
         slices = self._settings.capabilities_of(message.backend).slices
@@ -305,5 +304,4 @@ class Registry:
             state=state,
             reason=reason,
             backend=peer.backend,
-            incarnation=peer.incarnation,
         )

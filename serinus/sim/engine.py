@@ -81,8 +81,8 @@ class CountingMetrics(Metrics):
     def add(self, name: str, amount: float = 1.0, *labels: str) -> None:
         self.counted[name, *labels] += int(amount)
 
-    def observe(self, name: str, value: float, count: int = 1) -> None:
-        self.counted[name,] += count
+    def observe(self, name: str, value: float) -> None:
+        self.counted[name,] += 1
 
     def count(self, name: str) -> int:
         return self.counted[name,]

@@ -210,7 +210,7 @@ def test_a_killed_prefill_engine_means_recompute_and_later_requests_stay_local_u
     world.start(0, 0, 9, 0)
     world.settle()
     assert world.over == {"peer_gone": 2, "landed": 1}
-    assert [news.incarnation for news in world.news if news.address and news.state == "up"] == [2, 3]
+    assert sum(news.state == "up" for news in world.news if news.address) == 2
 
 
 def test_a_killed_decode_engine_frees_everything_on_prefill() -> None:
