@@ -214,8 +214,9 @@ def test_an_owner_that_is_gone_is_a_recompute_and_its_memory_stays_open_until_th
     both.begin()
     while not both.gathers:
         both.turn()
-    (peer,) = both.d.port.machine.peers
-    both._act(both.d.port.turn(both.clock.now(), [Gone(peer=peer.name, reason="killed")]))
+    (peer,), (client,) = both.d.port.machine.peers, both.p.port.machine.clients
+    for engine, other in ((both.d, peer.name), (both.p, client.peer)):
+        both._act(engine.port.turn(both.clock.now(), [Gone(peer=other, reason="cut")]))
     assert [end.code for end in both.ended(Recompute)] == ["peer_gone"]
     both.d.line.pump()
     opened = both.d.libraries[0].opened
