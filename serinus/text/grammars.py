@@ -7,6 +7,8 @@ Knows no requests. Torch-free; the library is imported when the first vocabulary
 from __future__ import annotations
 
 import json
+import math
+import re
 import threading
 from array import array
 from collections import OrderedDict
@@ -34,6 +36,9 @@ _ITEMS_MAX = 20_000
 """Rules that may be under way at one place of a text: a choice is one, an optional property up to four."""
 _STATES_MAX = 50_000
 """States that the texts of one grammar may reach at most: 1 or 2 KB each."""
+_MULTIPLES = re.compile(r'"multipleOf"\s*:\s*(-?[\d.]+)')
+_DIGITS_MAX = 20
+"""Of a number, by which its states are reckoned; the library refuses longer ones."""
 _PROBE = 'Probe {"a b": [1, -2.5], "c": true}'
 
 
@@ -113,6 +118,8 @@ class GrammarCompiler:
         import llguidance
 
         source = library_source(grammar, self.special_ids)
+        if (states := _states_of_multiples(source)) > _STATES_MAX:
+            raise _wrong(grammar, f"numbers for 'multipleOf' that take {_STATES_MAX} states at most, these {states}")
         try:
             limits = llguidance.LLParserLimits(
                 max_grammar_size=_SYMBOLS_MAX, max_lexer_states=_STATES_MAX, max_items_in_row=_ITEMS_MAX,
@@ -268,6 +275,13 @@ class GrammarState:
     def _failed(self, what: str) -> GrammarFailed:
         said = self._matcher.get_error().strip().splitlines()
         return GrammarFailed(f"{what}{f' ({said[0][:_REASON_CHARS]})' if said else ''}")
+
+
+def _states_of_multiples(source: str) -> int:
+    """States that the multiples in a grammar take where all hold for one number: the library makes them as it compiles,
+    30 us each, and none of its limits counts them. Zeros at the end of a number take none."""
+    numbers = (found.replace(".", "").strip("-0")[:_DIGITS_MAX] for found in _MULTIPLES.findall(source))
+    return math.lcm(*(int(digits or 1) for digits in numbers))
 
 
 def _unreadable(reason: str) -> BadRequest:

@@ -137,6 +137,10 @@ def test_a_structural_tag_takes_its_texts(
         ("json_schema", {"anyOf": [{}, {"$ref": "#/x"}]}, "grammar", "#/anyOf/1/$ref"),
         ("json_schema", {"format": "zip"}, "grammar", "the format 'zip' cannot be enforced"),
         ("json_schema", {"required": 5}, "grammar", "#/required"),
+        ("json_schema", {"items": {"multipleOf": 999983}}, "grammar", "'#/items/multipleOf', expected a JSON Schema"),
+        ("json_schema", {"multipleOf": 1 << 30}, "grammar", "50000 states"),
+        ("json_schema", {"allOf": [{"multipleOf": n} for n in (0.7, 11, 13, 17, 19, 23)]}, "grammar", "at most, these"),
+        ("lark", 'start: %json {"multipleOf": 1e3, "allOf": [{"multipleOf" : 999.983}]}', "grammar", "50000 states"),
         ("json_schema", False, "grammar", "schema is false"),
         ("json_schema", "[1", "grammar", "valid JSON"),
         ("json_schema", "5", "grammar", "an object, true or false"),
@@ -176,6 +180,12 @@ def test_what_cannot_be_compiled_is_refused_with_its_place(
         vocabulary.begin(Grammar.of(kind, value))
     assert refused.value.field == field
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("numbers", [(365,), (0.01, 100_000), (1024,), (7, 11, 13, 17), (9973, 9973.0)])
+def test_multiples_that_take_few_states_are_enforced(vocabulary: GrammarVocabulary, numbers: tuple[float, ...]) -> None:
+    properties = {f"p{place}": {"type": "number", "multipleOf": number} for place, number in enumerate(numbers)}
+    vocabulary.begin(Grammar.of("json_schema", {"properties": properties}))
 
 
 @pytest.mark.parametrize(
