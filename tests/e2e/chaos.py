@@ -45,7 +45,7 @@ TIMES = (
 )  # fmt: skip
 SIZES = (
     "--max-total-tokens", "4096", "--page-size", "8", "--chunked-prefill-size", "64", "--context-length", "512",
-    "--max-running-requests", "16", "--disaggregation-min-tokens", "16", "--skip-tokenizer-init",
+    "--max-running-requests", "16", "--skip-tokenizer-init",
 )  # fmt: skip
 PHASES = ("asked", "granted", "travelling", "running")
 MINUTE_S = 60.0
@@ -112,6 +112,7 @@ class Cluster:
             words += ["--disaggregation-bootstrap-port", str(self.control)]
         else:
             words += ["--disaggregation-prefill-addresses", f"tcp://{self.proxy.address}"]
+            words += ["--disaggregation-min-tokens", "16"]
         seen = (self.gpus[name], *self.gpus.values()) if self.gpus else ()
         return Server(*words, port=port, env=gpu_env(tuple(dict.fromkeys(seen)), os.environ))
 

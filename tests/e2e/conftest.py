@@ -38,7 +38,7 @@ def unified(checkpoint: Path) -> Iterator[Server]:
 @pytest.fixture(scope="package")
 def cluster(checkpoint: Path) -> Iterator[Server]:
     """Router, one prefill and one decode engine, over shared memory. Tests kill its engines; it starts them again."""
-    with Server("up", str(checkpoint), "--prefill", "1", "--decode", "1", *small()) as server:
+    with Server("up", str(checkpoint), "--prefill", "1", "--decode", "1", *HANDS_OVER, *small()) as server:
         yield server
 
 
@@ -48,7 +48,7 @@ def pair(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Server]:
     if request.param == "shm":
         yield request.getfixturevalue("cluster")
         return
-    words = ["up", str(checkpoint), "--prefill", "1", "--decode", "1", *small()]
+    words = ["up", str(checkpoint), "--prefill", "1", "--decode", "1", *HANDS_OVER, *small()]
     with Server(*words, "--disaggregation-transfer-backend", request.param) as server:
         yield server
 
@@ -59,9 +59,13 @@ def http() -> Iterator[httpx.Client]:
         yield client
 
 
+HANDS_OVER = ("--disaggregation-min-tokens", "16")
+"""Of decode engines, and of `up`."""
+
+
 def small() -> Sequence[str]:
     """Settings under which pages, chunks and queues all matter."""
     return (
         "--dtype", "float32", "--max-total-tokens", "4096", "--page-size", "8", "--chunked-prefill-size", "64",
-        "--max-running-requests", "24", "--disaggregation-min-tokens", "16",
+        "--max-running-requests", "24",
     )  # fmt: skip

@@ -17,7 +17,7 @@ from serinus.front.proofs import proof_of
 from serinus.testing.servers import Server
 
 from .cluster import generate, idle
-from .conftest import small
+from .conftest import HANDS_OVER, small
 
 pytestmark = pytest.mark.slow
 LONG = list(range(300)) * 3
@@ -140,7 +140,7 @@ def test_engines_whose_weights_differ_in_one_bit_refuse_each_other_and_say_why(
     prompt = [(5 * i) % 400 for i in range(60)]
     with (
         Server("serve", str(tmp_path), "--disaggregation-mode", "prefill", *small()) as prefill,
-        Server("serve", str(checkpoint), "--disaggregation-mode", "decode", *small()) as decode,
+        Server("serve", str(checkpoint), "--disaggregation-mode", "decode", *HANDS_OVER, *small()) as decode,
     ):
         address = httpx.get(f"{prefill.url}/server_info").json()["pd_address"]
         body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 4}}

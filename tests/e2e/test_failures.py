@@ -30,7 +30,7 @@ from .cluster import (
     until,
     url_of,
 )
-from .conftest import small
+from .conftest import HANDS_OVER, small
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ def expected(reference: Reference, long_prompts: list[list[int]]) -> list[list[i
 
 @pytest.fixture(scope="module")
 def two_decodes(checkpoint: Path) -> Iterator[Server]:
-    words = ["up", str(checkpoint), "--prefill", "1", "--decode", "2", *small()]
+    words = ["up", str(checkpoint), "--prefill", "1", "--decode", "2", *HANDS_OVER, *small()]
     with Server(*words) as server:
         yield server
 

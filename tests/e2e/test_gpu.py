@@ -10,12 +10,13 @@ from serinus.models.small_checkpoints import make_checkpoint
 from serinus.testing.servers import Server
 
 from .cluster import HTTP, engines, generate, generate_all, idle, kill_engine, metric, mixed_prompts, until
+from .conftest import HANDS_OVER
 
 pytestmark = pytest.mark.gpu
 VOCAB = 512
 SETTINGS = (
     "--device", "cuda", "--dtype", "bfloat16", "--max-total-tokens", "8192", "--chunked-prefill-size", "256",
-    "--max-running-requests", "16", "--disaggregation-min-tokens", "16", "--skip-tokenizer-init",
+    "--max-running-requests", "16", "--skip-tokenizer-init",
     "--kv-canary", "raise", "--cuda-graph-max-bs", "4",
 )  # fmt: skip
 
@@ -32,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def pair(checkpoint: str) -> Iterator[Server]:
-    with Server("up", checkpoint, "--prefill", "1", "--decode", "1", *SETTINGS, timeout_s=240) as server:
+    with Server("up", checkpoint, "--prefill", "1", "--decode", "1", *HANDS_OVER, *SETTINGS, timeout_s=240) as server:
         yield server
 
 
@@ -60,7 +61,7 @@ def test_a_pair_by_nixl_answers_as_one_engine(checkpoint: str) -> None:
     prompts = mixed_prompts(24, VOCAB, seed=5)
     with Server("serve", checkpoint, *SETTINGS, timeout_s=240) as alone:
         expected = [generate(alone.url, prompt, count)["output_ids"] for prompt, count in prompts]
-    words = ("--prefill", "1", "--decode", "1", *SETTINGS, "--disaggregation-transfer-backend", "nixl")
+    words = ("--prefill", "1", "--decode", "1", *HANDS_OVER, *SETTINGS, "--disaggregation-transfer-backend", "nixl")
     with Server("up", checkpoint, *words, timeout_s=240) as server:
         answers = [generate(server.url, prompt, count) for prompt, count in prompts]
         assert [answer["output_ids"] for answer in answers] == expected
@@ -95,8 +96,9 @@ def test_a_prefill_engine_that_is_killed_is_missed_for_a_while_only(pair: Server
 @pytest.mark.parametrize(("prefill", "decode"), [("cuda", "cpu"), ("cpu", "cuda")])
 def test_engines_on_the_gpu_and_on_the_cpu_hand_over_to_each_other(checkpoint: str, prefill: str, decode: str) -> None:
     words = (
-        "--prefill", "1", "--decode", "1", *SETTINGS, "--prefill-device", prefill, "--decode-device", decode,
-        "--prefill-page-size", "16", "--decode-page-size", "8", "--disaggregation-local-gain", "0",
+        "--prefill", "1", "--decode", "1", *HANDS_OVER, *SETTINGS,
+        "--prefill-device", prefill, "--decode-device", decode, "--prefill-page-size", "16",
+        "--decode-page-size", "8", "--disaggregation-local-gain", "0",
     )  # fmt: skip
     prompts = mixed_prompts(24, VOCAB, seed=14)
     with Server("up", checkpoint, *words, timeout_s=240) as server:
@@ -136,7 +138,7 @@ def test_ranks_on_two_gpus_hand_over_to_each_other(checkpoint: str, shape: str) 
     with Server("serve", checkpoint, *SETTINGS, "--dtype", "float32", timeout_s=240) as alone:
         expected = [answer["output_ids"] for answer in generate_all(alone.url, prompts)]
     words = (
-        "--prefill", "1", "--decode", "1", *SETTINGS, "--dtype", "float32", "--prefill-gpus", gpus,
+        "--prefill", "1", "--decode", "1", *HANDS_OVER, *SETTINGS, "--dtype", "float32", "--prefill-gpus", gpus,
         "--decode-gpus", decode_gpus, "--prefill-tp-size", tp, "--prefill-pp-size", pp, "--decode-tp-size", decode_tp,
         "--decode-pp-size", decode_pp, "--disaggregation-transfer-backend", asked,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 from serinus.models.small_checkpoints import make_checkpoint
 from serinus.testing.servers import Server
 from tests.e2e.cluster import HTTP, Reference, engines, generate, generate_all, idle, metric, mixed_prompts
+from tests.e2e.conftest import HANDS_OVER
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +19,7 @@ FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_moe")
 CANARIES = {"default": (), "raise_full": ("--kv-canary", "raise", "--kv-canary-coverage", "full")}
 SETTINGS = (
     "--device", "cuda", "--dtype", "float32", "--max-total-tokens", "4096", "--page-size", "8",
-    "--chunked-prefill-size", "64", "--max-running-requests", "12", "--disaggregation-min-tokens", "16",
+    "--chunked-prefill-size", "64", "--max-running-requests", "12",
 )  # fmt: skip
 """Small pages, chunks and queues; little memory, as two engines share the card."""
 
@@ -62,7 +63,7 @@ def test_a_gpu_answers_over_http_as_transformers_does(story: Story, canary: str)
 
 
 def test_prefill_and_decode_on_one_gpu_answer_as_transformers_does(story: Story) -> None:
-    with Server("up", str(story.folder), "--prefill", "1", "--decode", "1", *SETTINGS) as server:
+    with Server("up", str(story.folder), "--prefill", "1", "--decode", "1", *HANDS_OVER, *SETTINGS) as server:
         answers = generate_all(server.url, story.load)
         assert [answer["output_ids"] for answer in answers] == story.expected
         handed = [answer["meta_info"] for answer in answers if answer["meta_info"]["handoff_tokens"]]

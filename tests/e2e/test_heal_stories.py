@@ -29,7 +29,7 @@ pytestmark = pytest.mark.proof
 ENGINE = (
     "--skip-tokenizer-init", "--device", "cpu", "--dtype", "bfloat16", "--page-size", "8", "--max-total-tokens", "4096",
     "--max-running-requests", "8", "--kv-canary", "heal", "--kv-canary-real-data", "all", "--kv-canary-perturb-api",
-    "--kv-canary-retire-max", "1000", "--disaggregation-min-tokens", "1",
+    "--kv-canary-retire-max", "1000",
 )  # fmt: skip
 NEW = 300
 AFTER = 6
@@ -100,7 +100,8 @@ class Stream:
 def up(folder: Path, *words: str) -> Iterator[Served]:
     """A prefill and a decode engine behind a router."""
     folder = make_canary_toy(folder, "full", context=512)
-    with Server("up", str(folder), "--prefill", "1", "--decode", "1", *ENGINE, *words, timeout_s=240) as server:
+    pair = ("--prefill", "1", "--decode", "1", "--disaggregation-min-tokens", "1")
+    with Server("up", str(folder), *pair, *ENGINE, *words, timeout_s=240) as server:
         until(lambda: len(engines(server.url)) == 2, "the router knows both engines")
         yield Served(url=server.url, decode=url_of(server.url, "decode-0"), folder=folder)
 

@@ -18,7 +18,7 @@ from serinus.core.clock import WallClock
 from serinus.testing.servers import Server
 
 from .cluster import until
-from .conftest import small
+from .conftest import HANDS_OVER, small
 
 pytestmark = [pytest.mark.slow, pytest.mark.proof]
 CLOCK = WallClock()
@@ -87,7 +87,7 @@ def waiting(http: httpx.Client) -> float:
 def test_up_on_https_shares_by_key_orders_by_priority_and_takes_new_files(
     checkpoint: Path, tmp_path: Path, prefill: str
 ) -> None:
-    words = ["up", str(checkpoint), *small(), *put_certificate(tmp_path, "first"), "--prefill", prefill]
+    words = ["up", str(checkpoint), *HANDS_OVER, *small(), *put_certificate(tmp_path, "first"), "--prefill", prefill]
     words += ["--api-keys-file", put_keys(tmp_path, KEYS), "--schedule-policy", "priority"]
     words += ["--max-running-requests", "1", "--admin-api-key", "root"]
     with Server(*words) as server, client(server, "first", "second") as http, ThreadPoolExecutor(40) as pool:

@@ -17,7 +17,7 @@ import pytest
 from serinus.testing.servers import Server
 
 from .cluster import HTTP, generate, handed_over, has_open, paused, until
-from .conftest import small
+from .conftest import HANDS_OVER, small
 from .plant import plant
 
 pytestmark = pytest.mark.slow
@@ -75,7 +75,7 @@ def test_a_second_sigterm_stops_now(checkpoint: Path) -> None:
 
 @pytest.mark.proof
 def test_a_cluster_starts_with_a_word_on_where_the_time_went_and_stops_whole(checkpoint: Path) -> None:
-    with Server("up", str(checkpoint), *small()) as server:
+    with Server("up", str(checkpoint), *HANDS_OVER, *small()) as server:
         told = re.findall(r"dashboard: (\S+)", server.output)
         assert told == [f"{server.url}/dashboard"], "no engine's"
         line = server.wait_line(r"decode-0 .*ready in")
@@ -119,7 +119,7 @@ def test_engines_and_a_router_at_ipv6_addresses_hand_a_prompt_over(checkpoint: P
     words = ("serve", str(checkpoint), *small(), *more, "--disaggregation-mode")
     with (
         Server(*words, "prefill", "--disaggregation-bootstrap-host", "::", host="::1") as prefill,
-        Server(*words, "decode", host="::1") as decode,
+        Server(*words, "decode", *HANDS_OVER, host="::1") as decode,
         Server(
             "router", "--prefill", prefill.url, "--decode", decode.url, "--cluster-secret", "all know it",
             host="::1", ready="router on",

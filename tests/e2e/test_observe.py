@@ -10,7 +10,7 @@ from serinus.testing.servers import Server
 from tests.deploy.promql import faults, queries, scraped
 
 from .cluster import HTTP, generate, until, url_of
-from .conftest import small
+from .conftest import HANDS_OVER, small
 
 pytestmark = pytest.mark.proof
 SELDOM = {
@@ -28,7 +28,7 @@ SELDOM = {
 
 def test_every_query_finds_its_series_in_a_real_scrape(checkpoint: Path) -> None:
     words = ("--kv-canary", "heal", "--kv-canary-perturb-api", "--enable-hierarchical-cache", "--decode-tp-size", "2")
-    with Server("up", str(checkpoint), "--prefill", "1", "--decode", "1", *words, *small()) as server:
+    with Server("up", str(checkpoint), "--prefill", "1", "--decode", "1", *words, *HANDS_OVER, *small()) as server:
         plan = {"perturb": {"real_kv_used": 1.0}, "target": "full", "count": 1, "seconds": 60}
         order = HTTP.post(f"{url_of(server.url, 'decode-0')}/canary/perturb", json=plan)
         assert order.status_code == 200, order.text

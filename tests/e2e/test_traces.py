@@ -15,7 +15,7 @@ import pytest
 from serinus.testing.servers import Server
 
 from .cluster import HTTP, generate
-from .conftest import small
+from .conftest import HANDS_OVER, small
 from .otlp import Receiver
 
 pytestmark = pytest.mark.slow
@@ -43,6 +43,7 @@ def traced(checkpoint: Path, receiver: Receiver) -> Iterator[Server]:
             "--decode",
             "1",
             *words,
+            *HANDS_OVER,
             *small(),
             ready=r'ready to roll.*"rank": "up"',
         ) as server:
