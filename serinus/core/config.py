@@ -41,10 +41,11 @@ _GROUPS: dict[str, type] = {
     )
 }  # fmt: skip
 _ROUTER_PORT = 8000
-_OF_DECODE = ("prefill_addresses", "min_remote_tokens", "local_gain", "on_failure", "optimistic_prefill")
-_OF_PREFILL = ("bootstrap_port", "park_tokens")
-_OF_ALL = ("mode", "cluster_secret")
-"""Settings of PdSettings that only engines of one role look at, and those of every engine; the others are of both."""
+_OF_DECODE = ("prefill_addresses", "on_failure")
+_OF_PREFILL = ("bootstrap_port",)
+_OF_ALL = ("mode", "cluster_secret", "min_remote_tokens", "local_gain", "optimistic_prefill", "park_tokens")
+"""Settings of PdSettings that only engines of one role take, and those that every engine takes: thresholds too, as
+engines of several roles share files and variables. The others are of both roles."""
 _TreeT = TypeVar("_TreeT", bound="ConfigTree")
 _GroupT = TypeVar("_GroupT", ModelSettings, MemorySettings, ScheduleSettings, ParallelSettings, CanarySettings)
 
@@ -90,14 +91,14 @@ _LEFT_OUT: dict[str, frozenset[str]] = {
 
 
 def _roles_for(setting: Setting) -> tuple[str, ...]:
-    """Of which roles the engines are that look at a setting of handoffs."""
+    """Of which roles the engines are that take a setting of handoffs."""
     if setting.name in _OF_ALL:
         return (*ROLES, "unified")
     return ("decode",) if setting.name in _OF_DECODE else ("prefill",) if setting.name in _OF_PREFILL else ROLES
 
 
 def not_of_role(role: str) -> Iterator[Setting]:
-    """The settings of handoffs that an engine of this role does not look at, and refuses but for their defaults."""
+    """The settings of handoffs that an engine of this role refuses but for their defaults."""
     return (setting for setting in settings_of(PdSettings) if role not in _roles_for(setting))
 
 
