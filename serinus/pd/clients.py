@@ -79,6 +79,8 @@ class Client:
     peer: str
     engine: str
     incarnation: int
+    address: str
+    """Where it connected to, as it says."""
     backend: str
     mode: Mode
     layout: RankLayout
@@ -209,8 +211,8 @@ class Clients:
         holds = settings.holds.get(backend) if mode is Mode.PULL else None
         hold = holds.begin() if holds is not None else ""
         self._clients[peer] = Client(
-            peer=peer, engine=hello.engine, incarnation=incarnation, backend=backend, mode=mode, layout=layout,
-            hold=hold, pulse=Pulse(ticked_at=now, said_at=now, step_s=hello.step_s_max),
+            peer=peer, engine=hello.engine, incarnation=incarnation, address=hello.address, backend=backend, mode=mode,
+            layout=layout, hold=hold, pulse=Pulse(ticked_at=now, said_at=now, step_s=hello.step_s_max),
             lanes=tuple(Lane(rank=rank) for rank in range(self._rank_count)),
         )  # fmt: skip
         welcome = HelloOk(

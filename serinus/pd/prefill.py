@@ -312,6 +312,10 @@ class PrefillSide:
             return
         if not self._clients.proves_itself(event.peer, event.incarnation, message, out):
             return
+        ours = message.engine, event.incarnation, message.address
+        for old in [c for c in self._clients if (c.engine, c.incarnation, c.address) == ours]:
+            # Whichever connection is the older one: the other side hears that it ended, and greets again if it cares.
+            self._table.hang_up(old, "pd: you connected anew", now, out)
         self._clients.greet(event.peer, event.incarnation, message, now, out)
 
     def _prepare(self, client: Client, message: Prepare, now: float, out: list[PrefillAction]) -> None:

@@ -283,6 +283,7 @@ class Registry:
             backends=settings.backends,
             host=settings.host,
             endpoints={name: self._endpoints.get(name, ()) for name in settings.backends if name in self._endpoints},
+            address=peer.address,
             nonce=peer.nonce,
             step_s_max=self._step_s,
         )

@@ -35,7 +35,7 @@ PAYLOAD_BYTES_MAX: Final = 1 << 30
 """No payload is longer than this."""
 
 _MAGIC: Final = b"SRNS"
-_VERSION: Final = 12
+_VERSION: Final = 13
 _HEAD: Final = struct.Struct("<4sBBHIQQQQ")
 _CRC: Final = struct.Struct("<I")
 HEAD_BYTES: Final = _HEAD.size + _CRC.size

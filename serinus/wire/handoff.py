@@ -50,6 +50,8 @@ class Hello(MessageBase, frozen=True, kw_only=True):
     """Identity of the machine (boot id): shm needs the same one."""
     endpoints: Annotated[dict[Name, Blobs], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=dict)
     """What one-sided backends need to reach our memory: per backend, one text of its own per rank."""
+    address: Name = ""
+    """Where it connected to: a decode engine may know one prefill engine by several."""
     nonce: Mac = b""
     """Fresh random bytes, which the other side's MAC must cover."""
     mac: Mac = b""

@@ -389,6 +389,15 @@ def test_both_sides_give_signs_of_life() -> None:
     assert side.peers[0].queue_s == 3.0 + 0.5 * sent_tokens, "as it said, and what was sent there since"
 
 
+def test_a_connection_that_takes_the_place_of_another_is_told_to_the_other() -> None:
+    side = PrefillSide(make_settings("p", 2))
+    hello = Hello(engine="d", role="decode", layout=LAYOUT, backends=("shm",), host="here")
+    tell(side, "in-1", hello)
+    out = tell(side, "in-2", hello)
+    assert [(s.peer, type(s.message)) for s in of_type(out, Send)] == [("in-1", HelloNo), ("in-2", HelloOk)]
+    assert [client.peer for client in side.clients] == ["in-2"]
+
+
 def test_a_decode_engine_that_knows_two_names_of_this_one_is_served_over_both_connections() -> None:
     """Its own settings say localhost, say, and a router an address. It would connect anew to the one that is cut."""
     side = PrefillSide(make_settings("p", 2))
@@ -396,7 +405,7 @@ def test_a_decode_engine_that_knows_two_names_of_this_one_is_served_over_both_co
     prepare = Prepare(xid="x", grant=1, request=make_request("r", 9), held=0)
     tell(side, "in-1", hello)
     tell(side, "in-1", prepare)
-    out = tell(side, "in-2", hello)
+    out = tell(side, "in-2", msgspec.structs.replace(hello, address="tcp://10.0.0.1:5000"))
     assert [(s.peer, type(s.message)) for s in of_type(out, Send)] == [("in-2", HelloOk)]
     assert [client.peer for client in side.clients] == ["in-1", "in-2"]
     out = tell(side, "in-2", msgspec.structs.replace(prepare, xid="y", grant=2))
