@@ -20,7 +20,8 @@ _ROLES = """**Engines of one role.**
 
 What holds for all engines may have another value in prefill engines, or in decode engines (with `--prefill 0`: in those
 that do both). A switch that is on for all goes off for a role by `--no-prefill-...`, or by `false` in a variable or a
-file. `--prefill-kv-canary none` leaves those engines without a canary, whatever else is set for the canary of all.
+file. Pages travel with their stamps: engines of both roles have a canary with the same `--kv-canary-real-data`, or none
+has one.
 `--mem-fraction-static` is what the engines of one device take together; given for a role, what those of the role do.
 """
 _PAGES: tuple[tuple[str, str, type[ConfigTree], frozenset[str]], ...] = (

@@ -205,6 +205,20 @@ class UpConfig(EngineConfig):
                 self.gpus_of(role, 0)
                 self.engine(role=role, name=role, port=0, threads=1)
             self.ray.between(role, getattr(self.up, role))
+        if self.up.prefill:
+            self._check_stamps()
+
+    def _check_stamps(self) -> None:
+        """Pages travel with their stamps, so engines of both roles have the same ones, or none has any."""
+        prefill, decode = (self.canary_of(role) for role in ("prefill", "decode"))
+        flag, had = "kv-canary", (prefill.kv_canary, decode.kv_canary)
+        if "none" not in had:
+            flag, had = "kv-canary-real-data", (prefill.kv_canary_real_data, decode.kv_canary_real_data)
+        if len(set(had)) > 1:
+            raise ConfigError(
+                f"config: --{flag} is {had[0]!r} of prefill and {had[1]!r} of decode engines, expected the same: they"
+                f" refuse pages with other stamps than their own"
+            )
 
     def ranks_of(self, role: str) -> ParallelSettings:
         """The numbers of ranks of an engine of this role."""

@@ -46,12 +46,14 @@ def test_faults_can_be_planted_in_the_engines_of_one_role_alone() -> None:
     ("words", "prefill", "decode"),
     [
         ("--decode-kv-canary log --prefill-kv-canary raise", ("raise", "all"), ("log", "all")),
-        ("--decode-kv-canary log --decode-kv-canary-real-data none", ("heal", "all"), ("log", "none")),
         (
-            "--kv-canary log --kv-canary-real-data all --prefill-kv-canary-real-data partial",
-            ("log", "partial"), ("log", "all"),
+            "--kv-canary log --prefill-kv-canary-real-data partial --decode-kv-canary-real-data partial",
+            ("log", "partial"), ("log", "partial"),
         ),
-        ("--kv-canary log --kv-canary-real-data partial --prefill-kv-canary none", ("none", "all"), ("log", "partial")),
+        (
+            "--kv-canary log --kv-canary-real-data partial --prefill-kv-canary none --decode-kv-canary none",
+            ("none", "all"), ("none", "all"),
+        ),
     ],
 )  # fmt: skip
 def test_each_role_may_have_its_own_canary(words: str, prefill: object, decode: object) -> None:
@@ -62,7 +64,7 @@ def test_each_role_may_have_its_own_canary(words: str, prefill: object, decode: 
 
 def test_every_flag_of_a_role_reaches_the_engines_of_that_role_alone() -> None:
     values: dict[str, Any] = {
-        "tp_size": 2, "pp_size": 2, "ep_size": 2, "kv_canary": "heal", "kv_canary_real_data": "partial",
+        "tp_size": 2, "pp_size": 2, "ep_size": 2, "kv_canary": "heal",
         "kv_canary_coverage": "full", "kv_canary_stream": "confirmed",
         "kv_canary_perturb": "real_kv_used=1", "kv_canary_perturb_target": "swa", "kv_canary_perturb_api": True,
         "device": "cpu", "page_size": 8, "max_total_tokens": 640, "mem_fraction_static": 0.5,
@@ -71,7 +73,7 @@ def test_every_flag_of_a_role_reaches_the_engines_of_that_role_alone() -> None:
     for role in ("prefill", "decode"):
         own = [setting for name, setting in settings_in(UpConfig) if name == role]
         assert {setting.name for setting in own} >= set(values)
-        given = {setting: values.get(setting.name, 7) for setting in own}
+        given = {each: values.get(each.name, 7) for each in own if each.name != "kv_canary_real_data"}  # one for both
         words = ["--kv-canary", "log"]
         for item, value in given.items():
             words += [item.flag] if value is True else [item.flag, str(value)]
@@ -181,6 +183,8 @@ def test_without_prefill_engines_the_flags_of_decode_hold_for_those_that_do_both
         ("--kv-canary none --decode-kv-canary-real-data partial", "with --kv-canary none, expected --kv-canary log, r"),
         ("--kv-canary raise --kv-canary-stream confirmed", "'confirmed' with --kv-canary raise, expected --kv-can"),
         ("--kv-canary heal --prefill-kv-canary log --kv-canary-heals-max 5", "with --kv-canary log, expected --kv-"),
+        ("--prefill-kv-canary none", "--kv-canary is 'none' of prefill and 'heal' of decode engines, expected th"),
+        ("--decode-kv-canary-real-data none --decode-kv-canary log", "--kv-canary-real-data is 'all' of prefill and"),
         ("--kv-canary log --decode-kv-canary-coverage half", "is 'half', expected full or rotating:N with N > 0 (of"),
         ("--prefill-tp-size 33 --pp-size 2", "is 66 ranks, expected at most 64 (of prefill engines)"),
         ("--prefill-page-size 12", "--page-size is 12, expected a power of two from 1 to 128 (of prefill engines)"),
