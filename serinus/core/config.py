@@ -378,9 +378,19 @@ def from_names(tree: type[_TreeT], values: Mapping[str, Any]) -> _TreeT:
             near = get_close_matches(name, places, n=1)
             expected = f"perhaps {near[0]!r}" if near else f"one of {', '.join(sorted(places))}"
             raise ConfigError(f"config: unknown setting {name!r}, expected {expected}")
-        group, setting = places[name]
-        layer.setdefault(group, {})[setting.name] = value
+        _put(layer, places[name], value)
     return build_tree(tree, layer)
+
+
+def _put(layer: dict[str, dict[str, Any]], place: tuple[str, Setting], value: Any) -> None:
+    """What a program or a file gives for a setting; a table, for one that is JSON, as its text."""
+    group, setting = place
+    if KINDS[setting.kind][0] is str and isinstance(value, dict):
+        try:
+            value = json.dumps(value)
+        except TypeError as err:
+            raise ConfigError(f"config: {setting.flag} is {value!r} ({err}), expected what JSON has") from err
+    layer.setdefault(group, {})[setting.name] = value
 
 
 def parse_text(setting: Setting, text: str, where: str) -> Any:
@@ -439,10 +449,7 @@ def read_file(tree: type[ConfigTree], path: str) -> Layer:
         found = by_key.get(str(raw).replace("_", "-"))
         if found is None:
             raise ConfigError(f"config: {path} sets {raw!r}, expected names of flags such as {sorted(by_key)[0]!r}")
-        group_name, setting = found
-        if KINDS[setting.kind][0] is str and isinstance(value, dict):
-            value = json.dumps(value)
-        layer.setdefault(group_name, {})[setting.name] = value
+        _put(layer, found, value)
     return layer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,19 @@ def test_python_names_reach_their_groups_and_near_misses_are_said() -> None:
     assert (config.model.model_path, config.model.context_length, config.role) == ("m", 64, "decode")
     with pytest.raises(ConfigError, match="unknown setting 'page_sise', expected perhaps 'page_size'"):
         from_names(ServeConfig, {"page_sise": 4})
+
+
+def test_a_setting_that_is_json_may_be_a_table(tmp_path: Path) -> None:
+    """In a program, as vLLM takes hf_overrides, and in a file."""
+    table = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    config = from_names(ServeConfig, {"model": "m", "hf_overrides": table})
+    assert json.loads(config.model.json_model_override_args) == table
+    with pytest.raises(ConfigError, match=r"--json-model-override-args is .*not JSON serializable\), expected what"):
+        from_names(ServeConfig, {"model": "m", "hf_overrides": {"ids": {1}}})
+    file = tmp_path / "dates.yaml"
+    file.write_text("hf-overrides: {since: 2026-11-30}\n")
+    with pytest.raises(ConfigError, match="expected what JSON has"):
+        read_file(ServeConfig, str(file))
 
 
 def test_an_engine_of_up_has_its_own_port_name_and_threads_and_shares_the_rest() -> None:
