@@ -70,8 +70,10 @@ def run(command: Command, words: Sequence[str]) -> int:
 async def _serve(config: ServeConfig, clock: Clock, started: float, child: int | None) -> int:
     told = told_to_end(config.server)
     from serinus.front import bind, server_tls
+    from serinus.text import check_template
 
     front_settings(config)  # a wrong one is refused before anything starts
+    check_template(config.model.chat_template)
     tls = server_tls(config.server)
     with bind(config.server.host, config.server.port) as sock, EngineProcess(config) as engine:
         return await _Service(config, engine, sock, clock, started, child, tls).live(told)

@@ -28,7 +28,7 @@ from serinus.engine.messages import FrontMessage, TurnOutput
 from serinus.engine.progress import Progress
 from serinus.engine.prompts import GivenPrompt, Prompt, given_prompts
 from serinus.ranks.tier_parts import pause
-from serinus.text import GrammarCompiler, OutputProcessor, Tokenizer, checked_messages, load_tokenizer
+from serinus.text import GrammarCompiler, OutputProcessor, Tokenizer, check_template, checked_messages, load_tokenizer
 from serinus.wire.messages import Abort
 
 _FRONT = "llm"
@@ -116,6 +116,7 @@ class LLM:
         config = from_names(ServeConfig, {"model_path": str(model), **offline, **settings})
         clock = WallClock()
         self._clock = clock
+        check_template(config.model.chat_template)
         built = build_engine(config, clock)
         self._built = built
         self._engine = built.engine

@@ -29,7 +29,7 @@ from serinus.text.messages import call_arguments, checked_messages
 from serinus.text.output import OutputProcessor
 from serinus.text.reasoning import ReasoningFormat
 from serinus.text.stops import StopTexts
-from serinus.text.tokenizer import Tokenizer, load_tokenizer
+from serinus.text.tokenizer import Tokenizer, check_template, load_tokenizer
 
 __all__ = [
     "AnswerDelta",
@@ -55,6 +55,7 @@ __all__ = [
     "answer_style",
     "byte_of_char",
     "call_arguments",
+    "check_template",
     "checked_messages",
     "forced_tag",
     "grammar_rules",

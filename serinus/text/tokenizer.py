@@ -247,6 +247,24 @@ def load_tokenizer(
     )
 
 
+def check_template(chat_template: str) -> None:
+    """Raise ConfigError where a chat template that is given in place of the checkpoint's own is none, or cannot be
+    read: before a model is loaded for it."""
+    if chat_template:
+        ChatTemplate(_given_source(chat_template), special_tokens={}, clock=WallClock())
+
+
+def _given_source(chat_template: str) -> str:
+    if "{" in chat_template:
+        return chat_template
+    try:
+        return Path(chat_template).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # a file that is no UTF-8
+        raise ConfigError(
+            f"text: chat template {chat_template!r} ({error}), expected a Jinja text or the path of one"
+        ) from error
+
+
 def tokenizer_folder(path: str, revision: str | None) -> Path:
     """The directory of a tokenizer; a hub id is downloaded where it is not cached. Raises ConfigError."""
     folder = gguf_folder(Path(path)) if is_gguf(path) else Path(path)
@@ -365,12 +383,7 @@ def _template_source(folder: Path, config: dict[str, Any], chat_template: str) -
     """The template of chats, and the one of chats with tools where that is another: a checkpoint with several has it by
     the name `tool_use`, as in transformers."""
     if chat_template:
-        if "{" in chat_template:
-            return chat_template, ""
-        file = Path(chat_template)
-        if not file.is_file():
-            raise ConfigError(f"text: chat template {chat_template!r}, expected a Jinja text or the path of one")
-        return file.read_text(encoding="utf-8"), ""
+        return _given_source(chat_template), ""
     files = {
         "default": folder / "chat_template.jinja",
         "tool_use": folder / "additional_chat_templates" / "tool_use.jinja",

@@ -217,6 +217,20 @@ def test_a_path_that_is_no_checkpoint_is_refused_before_a_port_is_bound(
         assert "port" not in said
 
 
+@pytest.mark.parametrize("source", ["nowhere.jinja", "{% if %}", "latin-1.jinja"])
+def test_a_chat_template_that_is_none_is_refused_before_a_port_is_bound(
+    source: str, toy: Path, tmp_path: Path, taken_port: int, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The engine would load its model first."""
+    monkeypatch.chdir(tmp_path)
+    Path("latin-1.jinja").write_bytes(b"\xe4")
+    assert main(["serve", str(toy), "--chat-template", source, "--port", str(taken_port)]) == 2
+    said = capsys.readouterr().err
+    assert "chat template" in said
+    assert "port" not in said
+
+
 # ---- a running server -------------------------------------------------------------------------------------------
 
 
