@@ -6,9 +6,6 @@ A connection is uvicorn's, with head and body of an answer in one write. Knows n
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import sys
-import termios
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +26,6 @@ _JOINED_BYTES_MAX = 64 << 10
 _LEAVING_MAX = 64
 """Refused connections that get time to read why; more are cut off."""
 _LEAVING_S = 1.0
-_CLOSED_S = 2.0
-"""From the end of its last answer to the end of a connection that is closed. Over TLS asyncio waits 30 s for a client
-that does not close it too, such as one that keeps it for its next request."""
 _SWEEP_COUNT = 2048
 """Connections that one sweep looks at: about 2 ms."""
 _TRY_EVERY_S = 0.25
@@ -109,21 +103,11 @@ class ConnectionTable(ServerState):
         self._to_sweep = self._to_sweep or self._open()
         looked_at, self._to_sweep = self._to_sweep[:_SWEEP_COUNT], self._to_sweep[_SWEEP_COUNT:]
         for connection in looked_at:
-            if connection not in self.connections:
-                continue
-            if connection.transport.is_closing():
-                connection.cut_off(now)
-            elif connection.overdue(now):
+            if connection in self.connections and connection.overdue(now):
                 self.on_timed_out()
                 connection.time_out()
         for refused in [each for each, since in self.leaving.items() if now - since >= _LEAVING_S]:
             refused.transport.abort()
-
-    def cut_off_closed(self, now: float) -> None:
-        """Cut off connections that are closed here and that their clients do not close too."""
-        for connection in self._open():
-            if connection.transport.is_closing():
-                connection.cut_off(now)
 
     def end_leaving(self) -> None:
         """Cut off refused connections that are still open."""
@@ -237,18 +221,6 @@ class HttpConnection(H11Protocol):
             return now - self._since > (limits.head_s_max if self._head_begun else limits.idle_s_max)
         return self._receiving_body and now - self._since > limits.body_s_max
 
-    def cut_off(self, now: float) -> None:
-        """End a connection that was closed a while ago, once its client's machine has taken all that was written."""
-        if self._between_requests and now - self._since >= _CLOSED_S and not self._untaken_bytes():
-            self.transport.abort()
-
-    def _untaken_bytes(self) -> int:
-        """What the system still holds for the client: while that is 0, asyncio's own buffers are empty too."""
-        sock = self.transport.get_extra_info("socket")
-        if sock.fileno() < 0:
-            return 0
-        return int.from_bytes(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-
     def time_out(self) -> None:
         """Close an overdue connection, with 408 where a request has begun and no answer has."""
         if self._unread_since is not None:
@@ -299,8 +271,7 @@ class _JoiningTransport(asyncio.Transport):
 
     def close(self) -> None:
         self._flush()
-        if not self._transport.is_closing():  # closed twice, one of TLS forgets its socket and cannot be aborted
-            self._transport.close()
+        self._transport.close()
 
     def abort(self) -> None:
         self._transport.abort()

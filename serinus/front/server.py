@@ -36,8 +36,6 @@ _BACKLOG = 2048
 _ACCEPTED_MAX = 32
 """Connections accepted in one turn of the loop; it takes some turns until one can be refused."""
 _CONNECTIONS_MAX = 16_384
-_LOOK_S = 0.1
-"""Between two looks at the connections of a server that ends."""
 _DESCRIPTORS_KEPT = 256
 """Descriptors that are not for connections: files, sockets to the engine, what is accepted to be refused."""
 
@@ -186,20 +184,9 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.connections.end_leaving()
-        ending = asyncio.create_task(self._cut_off_closed())
-        try:
-            await super().shutdown(sockets)
-        finally:
-            ending.cancel()
+        await super().shutdown(sockets)
         if self.force_exit:  # uvicorn skips this then, but the engine client must let go of its socket
             await self.lifespan.shutdown()
-
-    async def _cut_off_closed(self) -> None:
-        """While it ends it waits for its connections, and takes no ticks."""
-        loop = asyncio.get_running_loop()
-        while True:
-            self.connections.cut_off_closed(loop.time())
-            await asyncio.sleep(_LOOK_S)
 
     def run_here(self) -> None:
         """Serve in this thread, in a loop of its own, until stopped."""

@@ -6,21 +6,18 @@ import asyncio
 import shutil
 import socket
 import ssl
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
-from starlette.types import Receive, Scope, Send
 
 from serinus.cli.bench.transport import Target, trace_request
 from serinus.core.clock import WallClock
 from serinus.core.errors import ConfigError
 from serinus.core.settings import ServerSettings
-from serinus.front import HttpServer, RouterSettings, connection, create_router_app, server_tls
+from serinus.front import HttpServer, RouterSettings, create_router_app, server_tls
 from serinus.front.tls import ServerTls
 from serinus.front.upstream import NotConnected, fetch
 from serinus.testing.fake_engine import FakeEngine
@@ -94,73 +91,6 @@ def test_answers_and_streams_come_over_https_behind_a_router_with_https(
             trace = asyncio.run(trace_request(Target.from_url(target), "GET", "/health", b"", WallClock(), s_max=10))
             assert (trace.status, trace.failure) == (200, "")
             tls._client_tls.cache_clear()
-
-
-@contextmanager
-def client_that_keeps_its_connection(server: HttpServer) -> Iterator[socket.socket]:
-    """What comes on the wire, behind an answer; the client does not look at its connection any more."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with socket.create_connection(("127.0.0.1", server.port)) as raw:
-        wire = raw.dup()
-        with wire, context.wrap_socket(raw) as sock:
-            sock.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
-            assert sock.recv(4096).startswith(b"HTTP/1.1 200")
-            wire.settimeout(15)
-            yield wire
-
-
-def read_to_the_end(wire: socket.socket) -> None:
-    """Raises TimeoutError where the end does not come within 15 s."""
-    while wire.recv(4096):
-        pass
-
-
-@pytest.mark.slow
-def test_a_server_that_ends_does_not_wait_for_clients_that_keep_their_connections(
-    folder: Path, byte_folder: Path
-) -> None:
-    """They answer no farewell of TLS; asyncio waits 30 s for one."""
-    with engine_on_https(folder, byte_folder) as (server, _), client_that_keeps_its_connection(server) as wire:
-        server.stop()
-        read_to_the_end(wire)
-
-
-@pytest.mark.slow
-def test_a_connection_that_is_closed_as_idle_is_told_once_and_ends(folder: Path, byte_folder: Path) -> None:
-    with engine_on_https(folder, byte_folder) as (server, _):
-        told: list[None] = []
-        server.connections.on_timed_out = lambda: told.append(None)
-        server.connections.limits = replace(server.connections.limits, idle_s_max=0.5)
-        with client_that_keeps_its_connection(server) as wire:
-            read_to_the_end(wire)
-        assert len(told) == 1
-
-
-@pytest.mark.slow
-def test_a_closed_connection_lives_until_its_client_has_read_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_CLOSED_S", 0.0)
-    swept = threading.Semaphore(0)
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            return
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
-        await send({"type": "http.response.body", "body": bytes(32 << 20)})
-
-    with serving(app, tls=tls_of(folder)) as server:
-        sweep = server.connections.sweep
-        server.connections.sweep = lambda now: (sweep(now), swept.release())[0]  # type: ignore[method-assign]
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        with socket.create_connection(("127.0.0.1", server.port)) as raw, context.wrap_socket(raw) as sock:
-            sock.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-            count = len(sock.recv(4096))
-            for _ in range(10):  # a second in which nothing is read
-                assert swept.acquire(timeout=15)
-            while part := sock.recv(1 << 16):
-                count += len(part)
-    assert count > 32 << 20
 
 
 @pytest.mark.slow
