@@ -89,10 +89,10 @@ class Admission:
         if not state.prefetching:
             return False
         policy = self._settings.prefetch_policy
-        late = now - state.asked_at >= self._settings.prefetch_s_max
+        late = not state.unasked and now - state.asked_at >= self._settings.prefetch_s_max
         if policy == "wait_complete" or (policy == "timeout" and not late):
             if state.unasked and not ahead:
-                self._allocator.prefetch(state, ahead=False)
+                self._allocator.prefetch(state, now, ahead=False)
             if state.prefetching and not self._allocator.prefetch_over(state):
                 return True
         self._allocator.prefetch_cut(state)

@@ -68,9 +68,8 @@ class Heals:
         self._requests.go_back(state, asks=asks)
         state.alone |= is_last or state.healed_at == state.right
         state.healed_at = state.right
-        state.asked_at = now
         if self._settings.prefetch_policy != "none":
-            self._allocator.prefetch(state, ahead=True)
+            self._allocator.prefetch(state, now, ahead=False)  # it goes first
         for step in self._open:
             step.forget(state)
 

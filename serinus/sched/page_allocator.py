@@ -160,13 +160,18 @@ class PageAllocator:
 
     # The storage
 
-    def prefetch(self, state: ReqState, *, ahead: bool) -> None:
+    def lacks(self, state: ReqState) -> int:
+        """Tokens of whole pages that neither device nor host have of its prefix."""
+        limit = self.match_limit(state)
+        return 0 if limit < self.page_size else limit - limit % self.page_size - self.probe(state).total
+
+    def prefetch(self, state: ReqState, now: float, *, ahead: bool) -> None:
         """Ask the storage for what neither device nor host have of its prefix; later, where it is asked for too many
         already, or where it is `ahead` of its turn and there is no room on the host for it now."""
-        limit, request = self.match_limit(state), state.request
-        state.unasked = limit >= self.page_size and self.cache.prefetches_full(limit if ahead else 0)
-        state.prefetching = state.unasked
-        if limit >= self.page_size and not state.unasked:
+        limit, lacks, request = self.match_limit(state), self.lacks(state), state.request
+        state.unasked = state.prefetching = lacks > 0 and self.cache.prefetches_full(lacks if ahead else 0)
+        if lacks > 0 and not state.unasked:
+            state.asked_at = now
             state.prefetched = state.prefetching = self.cache.prefetch(
                 state.rid, request.cache_salt, state.tokens[:limit], priority=-request.priority
             )

@@ -160,7 +160,7 @@ class ReqState:
     prefetched: bool = False
     """The storage was asked for its prefix..."""
     asked_at: float = 0.0
-    """...and since when it may wait for that: its arrival, or its last heal."""
+    """...and when it was: since then it may wait for that."""
     coming: int = 0
     """While it waits: tokens of its prefix that requests under way were about to publish when Admission.has_twin looked
     last; fewer than a page are none."""
@@ -247,7 +247,6 @@ class ReqState:
     def __post_init__(self) -> None:
         prompt = self.request.prompt
         self.prompt_len = self.known = self.right = self.left = len(prompt)
-        self.asked_at = self.request.arrival
         self.tokens = np.empty(self.known + _GROWTH, np.int32)
         self.tokens[: self.known] = prompt
         self.head = self.tokens[: min(self.page_size, self.known)].tobytes()

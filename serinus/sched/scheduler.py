@@ -152,7 +152,7 @@ class Scheduler:
         self._requests.enter(state)
         self._totals.requests += 1
         if self.settings.prefetch_policy != "none":
-            self._storage_asks.enter(state)
+            self._storage_asks.enter(state, request.arrival)
 
     def check(self, request: Request) -> None:
         """Raise what `add` would raise for this request by itself: BadRequest, PromptTooLong."""
@@ -232,7 +232,7 @@ class Scheduler:
         if self._allocator.tiered:
             self.in_flight = self._allocator.poll()
             self._begin_again()
-            self._storage_asks.turn()
+            self._storage_asks.turn(now)
         step = self._planner.next_step(now)
         if step is None:
             return None

@@ -22,15 +22,15 @@ class StorageAsks:
         self._unasked = False
         """Whether there may be requests that are asked for later."""
 
-    def enter(self, state: ReqState) -> None:
+    def enter(self, state: ReqState, now: float) -> None:
         """A newcomer: it is asked for at once unless others wait for that."""
         if self._unasked:
-            state.unasked = state.prefetching = True
+            state.unasked = state.prefetching = self._allocator.lacks(state) > 0
         else:
-            self._allocator.prefetch(state, ahead=True)
+            self._allocator.prefetch(state, now, ahead=True)
             self._unasked = state.unasked
 
-    def turn(self) -> None:
+    def turn(self, now: float) -> None:
         """Ask for those that there is room for now. Cost: nothing where none waits for that; else a look at the first
         in line."""
         if not self._unasked:
@@ -38,7 +38,7 @@ class StorageAsks:
         for queue in self._queues:
             for place, state in enumerate(queue.in_turn(_LOOK_REQUESTS)):
                 if state.unasked:
-                    self._allocator.prefetch(state, ahead=place > 0)
+                    self._allocator.prefetch(state, now, ahead=place > 0)
                 if state.unasked:
                     return
         self._unasked = any(len(queue) > _LOOK_REQUESTS for queue in self._queues)

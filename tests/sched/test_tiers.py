@@ -294,6 +294,42 @@ def test_prompts_that_are_tried_first_wait_for_no_room_that_others_keep_on_the_h
     assert engine.answers["old"].finish is not None
 
 
+def test_a_prompt_has_its_time_for_the_storage_from_when_that_is_asked_for_it() -> None:
+    """What it waits in line before, as there is no room for what it would bring, is none of it."""
+    prompts = [[number + 1, *range(200, 221)] for number in range(16)]
+    engine = restarted(prompts, host_pages=25, prefetch_policy="timeout", prefetch_s_max=1.0)
+    for number, prompt in enumerate(prompts):
+        engine.add(f"r{number}", prompt, max_new_tokens=2)
+    while not engine.scheduler.idle:
+        engine.step()
+        engine.clock.advance(0.5)
+    assert [sources(engine, f"r{number}") for number in range(16)] == [{"storage": 20}] * 16
+
+
+@pytest.mark.parametrize("prompt", [[7, 8], [*range(500, 525), 3]], ids=["below a page", "on the device"])
+def test_a_prompt_that_lacks_nothing_waits_for_no_room_for_what_others_lack(prompt: list[int]) -> None:
+    prompts = [[number + 1, *range(200, 221)] for number in range(3)]
+    pages: StoredPages = {}
+    first = TinyEngine(host_pages=513, stored=pages)
+    for number, each in enumerate(prompts):
+        first.add(f"warm {number}", each, max_new_tokens=1)
+        first.run()
+    first.run()
+    engine = TinyEngine(stored=pages, host_pages=17, auto=False, max_running_requests=4)
+    engine.add("warm", [*range(500, 525), 1], max_new_tokens=1)
+    for _ in range(6):
+        engine.step()
+        engine.end_copies()
+        for op in list(engine.storage.pending):
+            engine.storage.end(op)
+    for number, each in enumerate(prompts):
+        engine.add(f"slow {number}", each, max_new_tokens=1)
+    engine.add("quick", prompt, max_new_tokens=1)
+    for _ in range(5):
+        engine.step()
+    assert set(engine.answers) == {"warm", "quick"}
+
+
 def test_an_aborted_request_lets_its_prefetch_go() -> None:
     engine = stored(prefetch_policy="wait_complete")
     engine.add("a", PROMPT, max_new_tokens=1)
