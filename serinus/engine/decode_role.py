@@ -255,7 +255,7 @@ class DecodeRole(PortRole):
 
     def _failed(self, result: Recompute, now: float) -> None:
         self._count(result, now)
-        if result.code == "deadline" and not self._scheduler.incoming.has_pages(result.rid):
+        if result.code == "deadline" and not self._scheduler.incoming.is_granted(result.rid):
             return  # it was asked for early, and waits for pages here: when it has some, it is asked for again
         if not self._fails or self._scheduler.heals.count(result.rid):
             self._go_local(result.rid, result.code)

@@ -147,9 +147,10 @@ class Incoming:
         """A request that has pages for its prompt. Raises KeyError where it has none."""
         return self._batch.transfer[rid]
 
-    def has_pages(self, rid: str) -> bool:
-        """Whether a request has pages that a prefill engine may fill."""
-        return rid in self._batch.transfer
+    def is_granted(self, rid: str) -> bool:
+        """Whether a request has pages that a prefill engine may fill: all that the host adds to its prefix has come."""
+        state = self._batch.transfer.get(rid)
+        return state is not None and state.granted
 
     def wait_again(self, state: ReqState) -> None:
         """The load of its prefix from the host failed before a prefill engine was told, or what that one sent is wrong:

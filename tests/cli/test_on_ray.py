@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serinus.cli import main
-from serinus.cli.on_ray.placement import actor_name, bundles_of, why_unplaced
+from serinus.cli.on_ray.placement import actor_name, bundles_of, rank_config, why_unplaced
 from serinus.cli.on_ray.seen import Looks
 from serinus.core.config import ServeConfig, UpConfig, from_names
 from serinus.core.errors import ConfigError
@@ -62,6 +62,16 @@ NODES = [
     {"Alive": True, "NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 16.0}},
     {"Alive": False, "NodeManagerAddress": "10.0.0.3", "Resources": {"CPU": 64.0, "GPU": 8.0}},
 ]
+
+
+def test_a_rank_serves_at_the_address_of_its_node() -> None:
+    """Also that of an engine without a role, which hands nothing over."""
+    for role, host in (("decode", "10.0.0.2"), ("unified", "127.0.0.1")):
+        up = from_names(UpConfig, {"model": "m", "ray": True, "prefill": 0 if role == "unified" else 1, "pp_size": 2})
+        engine = up.engine(role=role, name=role, port=1, threads=1)
+        config = rank_config(engine, ["10.0.0.1", "10.0.0.2"], Mesh(tp=1, pp=2), 1, 8000, 9000)
+        assert (config.server.host, config.server.port, config.pd.bootstrap_host) == ("10.0.0.2", 8000, host)
+        assert (config.parallel.nnodes, config.parallel.dist_init_addr) == (2, "10.0.0.1:9000")
 
 
 def test_a_bundle_that_no_node_can_hold_is_named_with_what_the_cluster_has() -> None:

@@ -90,9 +90,11 @@ def test_decode_reserves_pages_when_its_host_hit_has_come_and_not_before() -> No
     pair.reserve()
     assert not pair.handoffs
     assert pair.decode.scheduler.stats().num_decode_transfer_queue_reqs == 1
+    assert not pair.decode.scheduler.incoming.is_granted("r"), "one that was asked for early is asked for again then"
     pair.decode.end_copies()
     pair.decode.step()
     pair.reserve()
+    assert pair.decode.scheduler.incoming.is_granted("r")
     (handoff,) = pair.handoffs.values()
     assert handoff.reservation.held == 20
     pair.calm()

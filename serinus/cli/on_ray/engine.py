@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
@@ -15,14 +15,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from serinus.cli.on_ray.actors import RankHost
 from serinus.cli.on_ray.lines import ActorLines
-from serinus.cli.on_ray.placement import Bundle, actor_name, bundles_of, why_unplaced
-from serinus.core.addresses import host_port
+from serinus.cli.on_ray.placement import Bundle, actor_name, bundles_of, rank_config, why_unplaced
 from serinus.core.clock import Clock
 from serinus.core.config import ServeConfig
 from serinus.core.errors import ConfigError, PeerGone, SerinusError
 from serinus.core.fleet_settings import side_of
 from serinus.core.log import get_logger
-from serinus.parallel import Mesh
 from serinus.ranks.rank_processes import mesh_of
 
 _log = get_logger("cli")
@@ -201,7 +199,7 @@ class RayEngine:
             )
         http, meeting = await self._ranks[0].place.remote(self.nodes[0])
         starts = [
-            actor.start.remote(self._settings(mesh, rank, http, meeting).to_json())
+            actor.start.remote(rank_config(self.config, self.nodes, mesh, rank, http, meeting).to_json())
             for rank, actor in enumerate(self._ranks)
         ]
         reports = await asyncio.gather(*map(_result, starts))
@@ -209,21 +207,6 @@ class RayEngine:
         self.state = State.READY
         again = f" again, on {', '.join(self.nodes)}" if self.restarts else ""
         _log.info("serinus: %s is ready%s after %.1f s: %s", self.name, again, self.report["seconds"], self.url)
-
-    def _settings(self, mesh: Mesh, rank: int, http: int, meeting: int) -> ServeConfig:
-        """Those of one rank, on the node that it has got: each actor is a machine of its own, with one rank."""
-        config, node = self.config, self.nodes[mesh.pp_rank(rank)]
-        several: dict[str, Any] = {
-            "nnodes": mesh.size,
-            "node_rank": rank,
-            "dist_init_addr": host_port(self.nodes[0], meeting),
-        }
-        return replace(
-            config,
-            server=replace(config.server, host=node, port=http),
-            pd=replace(config.pd, bootstrap_host=node, bootstrap_port=0),
-            parallel=replace(config.parallel, **several) if mesh.size > 1 else config.parallel,
-        )
 
     # ---- life and end -----------------------------------------------------------------------------------------
 

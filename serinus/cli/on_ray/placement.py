@@ -7,8 +7,10 @@ of a stage, an actor each, are together: their tensors travel by shared memory o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from serinus.core.addresses import host_port
 from serinus.core.config import ServeConfig
 from serinus.parallel import Mesh
 
@@ -49,3 +51,23 @@ def why_unplaced(bundles: Sequence[Bundle], nodes: NodeTable, free: Mapping[str,
     what = f"bundle {which} of {len(bundles)} ({shown_resources(bundles[which])} on one node)"
     why = "is more than any node has" if too_large else "finds no room"
     return f"{what} {why}: {len(alive)} nodes, {has}{more}; free in all: {shown_resources(free)}"
+
+
+def rank_config(
+    config: ServeConfig, nodes: Sequence[str], mesh: Mesh, rank: int, http: int, meeting: int
+) -> ServeConfig:  # fmt: skip
+    """The settings of one rank of an engine, on the node that it has got: each actor is a machine of its own, with one
+    rank. `nodes`: of each stage; `http`, `meeting`: ports of the leader's."""
+    node = nodes[mesh.pp_rank(rank)]
+    several: dict[str, Any] = {
+        "nnodes": mesh.size,
+        "node_rank": rank,
+        "dist_init_addr": host_port(nodes[0], meeting),
+    }
+    hands_over = config.role != "unified"
+    return replace(
+        config,
+        server=replace(config.server, host=node, port=http),
+        pd=replace(config.pd, bootstrap_host=node, bootstrap_port=0) if hands_over else config.pd,
+        parallel=replace(config.parallel, **several) if mesh.size > 1 else config.parallel,
+    )
