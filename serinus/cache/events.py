@@ -75,7 +75,7 @@ class EventLog:
             self._add(BlockRemoved(block_hashes=_blocks(hashes), medium=MEDIA[tier]))
 
     def cleared(self) -> None:
-        """Device and host are empty."""
+        """Device and host are empty, or what they lost was not told: readers know of nothing from here on."""
         self._events.clear()
         self._events.append(AllBlocksCleared())
 

@@ -109,7 +109,7 @@ class RaySettings:
         for item in settings_of(type(self)):
             value = getattr(self, item.name)
             if not self.ray and value != item.default:
-                raise ConfigError(f"config: {item.flag} is {value!r} without --ray, expected both or neither")
+                raise ConfigError(f"config: {item.flag} is {value!r} without --ray, expected it too")
         if self.ray_address.startswith("ray://"):
             raise ConfigError(
                 f"config: --ray-address is {self.ray_address!r}, expected auto or host:port: run this command on a node"

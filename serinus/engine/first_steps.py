@@ -58,8 +58,9 @@ def first_steps(parts: RankParts, line: LeaderLine, clock: Clock) -> None:
     Raises InvariantError: they cannot run. Cost: what is compiled; with that done some ten short steps.
     """
     settings, pool = sched_settings(parts, line.depth, ()), parts.pool_specs[Part.FULL]
-    settings = replace(settings, prefetch_policy="none", request_s_max=0.0)  # bounds are for clients
-    settings = replace(settings, max_queued_requests=_REQUESTS_MAX, queued_max_of={})
+    settings = replace(
+        settings, prefetch_policy="none", request_s_max=0.0, max_queued_requests=_REQUESTS_MAX, queued_max_of={}
+    )  # bounds are for clients
     room = min(settings.context_length, (pool.page_count - 1) * pool.page_size)
     cache, chains = PrefixCache(geometry_of(parts.pool_specs, parts.spec.window)), None
     if specializes(parts) and parts.canary is not None and parts.canary.perturber is None:

@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from serinus.core.errors import CapacityError, PeerError, RequestError, SerinusError
 from serinus.core.ids import new_rid
+from serinus.core.json_line import one_line
 from serinus.core.request import Share
 from serinus.front.proofs import TOKENS_HEADER
 from serinus.front.tracing import RequestSpan
@@ -275,11 +276,11 @@ class HttpExchange:
     async def end_failed(self, status: int, body: bytes) -> None:
         """End a stream that has begun with an error; clients of Anthropic's skip events that have no name, those of
         /v1/responses go by the type."""
-        self.status = status
+        self.status, body = status, one_line(body)
         if self.path.startswith("/v1/messages"):
             await self.end(b"event: error\ndata: " + body + b"\n\n")
         elif self.path.startswith("/v1/responses"):
-            data = _ENCODER.encode(flat_error(msgspec.json.decode(body)["error"]))
+            data = one_line(_ENCODER.encode(flat_error(msgspec.json.decode(body)["error"])))
             await self.end(b"event: error\ndata: " + data + b"\n\n")
         else:
             await self.end(b"data: " + body + b"\n\ndata: [DONE]\n\n")

@@ -25,7 +25,7 @@ class AskedGrammar:
 
 
 _Json = dict[str, Any]
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 """Keywords of JSON Schema that hold schemas by name."""
 _VALUES = ("enum", "const", "default", "examples")
 """...and those that hold values, which may look like schemas."""

@@ -101,22 +101,18 @@ def config_of(shape: EngineShape, world: Shape) -> ServeConfig:
         cache=cache,
         pd=PdSettings(
             mode=shape.role,
+            min_remote_tokens=2,
+            on_failure=world.on_failure if shape.role == "decode" else "recompute",
+            optimistic_prefill=world.optimistic,
+            park_tokens=24,
             handoff_s_max=30.0,
             keepalive_s=1.0,
             peer_s_max=5.0,
             cluster_secret=world.secret,
-            **_of_role(shape, world),
         ),
         parallel=ParallelSettings(tp_size=shape.tp, pp_size=shape.pp),
         canary=canary,
     )
-
-
-def _of_role(shape: EngineShape, world: Shape) -> dict[str, Any]:
-    """The settings of handoffs that engines of this role alone look at."""
-    if shape.role == "prefill":
-        return {"park_tokens": 24}
-    return {"min_remote_tokens": 2, "on_failure": world.on_failure, "optimistic_prefill": world.optimistic}
 
 
 class Shared:

@@ -37,6 +37,7 @@ _ITEMS_MAX = 20_000
 _STATES_MAX = 50_000
 """States that the texts of one grammar may reach at most: 1 or 2 KB each."""
 _MULTIPLES = re.compile(r'"multipleOf"\s*:\s*(-?[\d.]+)')
+_ESCAPED = re.compile(r"\\u00([4-7][0-9a-fA-F])")
 _DIGITS_MAX = 20
 """Of a number, by which its states are reckoned; the library refuses longer ones."""
 _PROBE = 'Probe {"a b": [1, -2.5], "c": true}'
@@ -280,7 +281,8 @@ class GrammarState:
 def _states_of_multiples(source: str) -> int:
     """States that the multiples in a grammar take where all hold for one number: the library makes them as it compiles,
     30 us each, and none of its limits counts them. Zeros at the end of a number take none."""
-    numbers = (found.replace(".", "").strip("-0")[:_DIGITS_MAX] for found in _MULTIPLES.findall(source))
+    read = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), source)  # a key may be written with escapes
+    numbers = (found.replace(".", "").strip("-0")[:_DIGITS_MAX] for found in _MULTIPLES.findall(read))
     return math.lcm(*(int(digits or 1) for digits in numbers))
 
 

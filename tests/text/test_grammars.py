@@ -140,6 +140,7 @@ def test_a_structural_tag_takes_its_texts(
         ("json_schema", {"items": {"multipleOf": 999983}}, "grammar", "'#/items/multipleOf', expected a JSON Schema"),
         ("json_schema", {"multipleOf": 1 << 30}, "grammar", "50000 states"),
         ("json_schema", {"allOf": [{"multipleOf": n} for n in (0.7, 11, 13, 17, 19, 23)]}, "grammar", "at most, these"),
+        ("lark", r'start: %json {"multiple\u004ff": 999983}', "grammar", "50000 states"),
         ("lark", 'start: %json {"multipleOf": 1e3, "allOf": [{"multipleOf" : 999.983}]}', "grammar", "50000 states"),
         ("json_schema", False, "grammar", "schema is false"),
         ("json_schema", "[1", "grammar", "valid JSON"),
