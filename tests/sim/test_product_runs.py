@@ -28,6 +28,7 @@ REASONS: dict[str, str] = {
     "core/bounds.py": "texts of clients, which are checked as they come",
     "core/gguf_file.py": "files of weights",
     "core/grammar.py": "grammars, which its requests do not have",
+    "core/json_line.py": "lines of JSON for clients of HTTP",
     "core/shown.py": "refusals, of requests that HTTP has not checked",
     "engine/kv_events.py": "events for subscribers of a socket",
     "engine/look.py": "calls of HTTP",
