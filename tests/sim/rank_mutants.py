@@ -83,8 +83,8 @@ def stored(seed: int) -> Scenario:
 
 
 def left_while_reading(seed: int) -> Scenario:
-    """A world of one engine with few host pages and slow files: a client leaves while its prompt is read from them,
-    another prompt is backed up, driven from the device by others, and asked for again."""
+    """A world of one engine with host pages for some prompts and slow files: a client leaves while its prompt is read
+    from them, another prompt is backed up, driven from the device by others, and asked for again."""
     rng = Rng(seed).split("reading")
 
     def prompt(count: int) -> tuple[int, ...]:
@@ -97,11 +97,11 @@ def left_while_reading(seed: int) -> Scenario:
         for i, tokens in enumerate(prompts)
     )
     engine = EngineShape(
-        name="d0", role="decode", tp=1 + seed % 2, pages=8, chunk=8, host_pages=8 + seed % 4, prefetch="wait_complete"
+        name="d0", role="decode", tp=1 + seed % 2, pages=8, chunk=8, host_pages=16 + seed % 4, prefetch="wait_complete"
     )
     return Scenario(
         seed=seed, shape=Shape(engines=(engine,)), options=Options(late_s=0.4), works=works,
-        faults=(Cancel(rid="r0", at=0.01 + 0.002 * (seed % 10)),),
+        faults=(Cancel(rid="r0", at=0.01 + 0.01 * (seed % 40)),),
     )  # fmt: skip
 
 
