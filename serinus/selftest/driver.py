@@ -80,8 +80,8 @@ class EngineDriver:
             self.wait()
 
     def tokens(self, rid: str) -> list[int]:
-        """What a request was answered."""
-        return [token for delta in self.deltas[rid] for token in delta.token_ids]
+        """What a request was answered; nothing of one that came from another engine."""
+        return [token for delta in self.deltas.get(rid, ()) for token in delta.token_ids]
 
     def finish(self, rid: str) -> FinishReason | None:
         """How the request ended; None = it has not."""

@@ -13,6 +13,7 @@ from .adversary_weights import strike
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "CANARY.md"
 OTHERS = (
     "The digest is linear",
+    "KV that was computed on wrong KV",
     "Values: NaN",
     "A byte that changes, on a CPU",
     "A row of this very step",

@@ -167,7 +167,7 @@ def test_a_medium_that_fails_while_reading_is_a_miss(host: HostPool) -> None:
     storage.close()
 
 
-def test_closing_writes_what_is_queued_as_far_as_time_allows(host: HostPool) -> None:
+def test_closing_writes_what_is_queued_as_far_as_time_allows(host: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
     shelf = PageDict()
     storage = QueuedStorage(shelf, host={FULL: host}, clock=WallClock())
     storage.write(1, FULL, KEYS, pages(1, 6))
@@ -177,7 +177,8 @@ def test_closing_writes_what_is_queued_as_far_as_time_allows(host: HostPool) -> 
     stuck.write(1, FULL, KEYS[:1], pages(1, 1))
     assert held_shelf.arrived.acquire(timeout=60)
     stuck.write(2, FULL, KEYS[1:2], pages(2, 1))
-    closing = threading.Thread(target=stuck.close, kwargs={"drain_s_max": 0.01})
+    monkeypatch.setattr("serinus.pool.storage.io._DRAIN_S_MAX", 0.01)
+    closing = threading.Thread(target=stuck.close)
     closing.start()
 
     def ask_on() -> None:
