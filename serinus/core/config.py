@@ -210,7 +210,7 @@ class UpConfig(EngineConfig):
 
     def _check_stamps(self) -> None:
         """Pages travel with their stamps, so engines of both roles have the same ones, or none has any."""
-        prefill, decode = (self.canary_of(role) for role in ("prefill", "decode"))
+        prefill, decode = map(self.canary_of, ROLES)
         flag, had = "kv-canary", (prefill.kv_canary, decode.kv_canary)
         if "none" not in had:
             flag, had = "kv-canary-real-data", (prefill.kv_canary_real_data, decode.kv_canary_real_data)

@@ -163,7 +163,7 @@ class PageAllocator:
     def lacks(self, state: ReqState) -> int:
         """Tokens of whole pages that neither device nor host have of its prefix."""
         limit = self.match_limit(state)
-        return 0 if limit < self.page_size else limit - limit % self.page_size - self.probe(state).total
+        return limit - limit % self.page_size - self.probe(state).total
 
     def prefetch(self, state: ReqState, now: float, *, ahead: bool) -> None:
         """Ask the storage for what neither device nor host have of its prefix; later, where it is asked for too many

@@ -311,13 +311,7 @@ def test_a_prompt_has_its_time_for_the_storage_from_when_that_is_asked_for_it() 
 @pytest.mark.parametrize("prompt", [[7, 8], [*range(500, 525), 3]], ids=["below a page", "on the device"])
 def test_a_prompt_that_lacks_nothing_waits_for_no_room_for_what_others_lack(prompt: list[int]) -> None:
     prompts = [[number + 1, *range(200, 221)] for number in range(3)]
-    pages: StoredPages = {}
-    first = TinyEngine(host_pages=513, stored=pages)
-    for number, each in enumerate(prompts):
-        first.add(f"warm {number}", each, max_new_tokens=1)
-        first.run()
-    first.run()
-    engine = TinyEngine(stored=pages, host_pages=17, auto=False, max_running_requests=4)
+    engine = restarted(prompts, host_pages=17, auto=False, max_running_requests=4)
     engine.add("warm", [*range(500, 525), 1], max_new_tokens=1)
     for _ in range(6):
         engine.step()
