@@ -29,7 +29,7 @@ from serinus.kernels.batch import AttentionBatch
 from serinus.kernels.contracts import LayerDigest, Tiling
 from serinus.kernels.packed import PackedFactors
 from serinus.kernels.pool_rows import page_gap, slot_count
-from serinus.kernels.triton.dependent import dependent, wait_for_earlier
+from serinus.kernels.triton.dependent import EARLY, dependent, wait_for_earlier
 from serinus.kernels.triton.pool_rows import row_starts
 from serinus.kernels.triton.tickets import TICKETS
 
@@ -42,6 +42,9 @@ _IN_ASSEMBLY = not triton.knobs.runtime.interpret
 _LOG2_E = 1.4426950408889634
 _PROGRAMS = 512
 """With fewer, sequences are cut into parts: an H100 has 132 multiprocessors."""
+_NARROW, _NARROW_PROGRAMS, _NARROW_ALONE = 128, 768, 1024
+"""From so many on a program is one warp, of which a multiprocessor holds more. Sequences are then cut into as many parts
+as make the second number of them, and with fewer than the third into two at least (measured: docs/GPU.md)."""
 _PARTS_MAX = 32
 _TOKENS_ALONE, _TOKENS_SHARED = 2048, 1280
 """Tokens of a part at least where sequences alone fill the GPU; where they need parts, so many over their number."""
@@ -54,28 +57,29 @@ def head_block(size: int) -> int:
     return max(16, int(triton.next_power_of_2(size)))
 
 
-def tiling_of(programs: int, size: int, itemsize: int, *, watched: bool) -> Tiling:
-    """How the work is cut, for so many pairs of a sequence and a KV head."""
-    parts = min(_PARTS_MAX, max(8, _parts_of(programs)))
-    if itemsize > 2:
-        return Tiling(block=32 if size <= 128 else 16, warps=4, stages=1, stretches=parts)
-    if size > 128:
+def tiling_of(programs: int, size: int, itemsize: int, queries: int, *, watched: bool) -> tuple[Tiling, int]:
+    """How the work is cut, for so many pairs of a sequence and a KV head, and tokens of a part at least. `queries`: of
+    one KV head."""
+    is_narrow = programs >= _NARROW and size <= 128 and itemsize <= 2 and queries <= ROWS_LEAST
+    parts = _parts_of(programs, is_narrow=is_narrow)
+    least, stretches = _TOKENS_ALONE if parts == 1 else _TOKENS_SHARED // parts, min(_PARTS_MAX, max(8, parts))
+    if is_narrow:
+        block, warps, stages = 32, 1, 4
+    elif itemsize > 2:
+        block, warps, stages = 32 if size <= 128 else 16, 4, 1
+    elif size > 128:
         block, warps, stages = (32, 4, 3) if watched else (64, 4, 2)  # with 2 warps ptxas may spill nearly all
-        return Tiling(block=block, warps=warps, stages=stages, stretches=parts)
-    if programs >= 2 * _PROGRAMS:
-        return Tiling(block=32, warps=1, stages=4, stretches=parts)
-    return Tiling(block=64, warps=2, stages=2 if watched else 3, stretches=parts)
+    else:
+        block, warps, stages = 64, 2, 2 if watched else 3
+    return Tiling(block=block, warps=warps, stages=stages, stretches=stretches), max(1, least)
 
 
-def _parts_of(programs: int) -> int:
-    """Parts of each sequence that fill the GPU."""
-    return int(triton.next_power_of_2(triton.cdiv(_PROGRAMS, programs)))
-
-
-def _least_of(programs: int) -> int:
-    """Tokens of a part at least: where sequences alone fill the GPU only long ones are cut."""
-    parts = _parts_of(programs)
-    return _TOKENS_ALONE if parts == 1 else max(1, _TOKENS_SHARED // parts)
+def _parts_of(programs: int, *, is_narrow: bool) -> int:
+    """Parts of each sequence that fill the GPU; long ones are cut further."""
+    if is_narrow and programs >= _NARROW_ALONE:
+        return 1
+    parts = int(triton.next_power_of_2(triton.cdiv(_NARROW_PROGRAMS if is_narrow else _PROGRAMS, programs)))
+    return max(2, parts) if is_narrow else parts
 
 
 def attend_one(
@@ -93,9 +97,12 @@ def attend_one(
     """
     count, kv_heads, size = batch.sequence_count, k_pool_SHD.shape[-2], q_TND.shape[2]
     heads = q_TND.shape[1]
-    cut = tiling or tiling_of(count * kv_heads, size, q_TND.element_size(), watched=digest is not None)
+    each, watching = heads // kv_heads, digest is not None
+    cut, tokens = tiling_of(count * kv_heads, size, q_TND.element_size(), each, watched=watching)
+    if tiling is not None:
+        cut, tokens = tiling, 1
     parts = cut.stretches if count * kv_heads <= TICKETS else 1
-    least = 1 if tiling else triton.cdiv(_least_of(count * kv_heads), cut.block)
+    least = triton.cdiv(tokens, cut.block)
     partial_PBND = torch.empty((parts, count, heads, size), dtype=torch.float32, device=q_TND.device)
     stats_P2BN = torch.empty((parts, 2, count, heads), dtype=torch.float32, device=q_TND.device)
     watched: tuple[Any, ...] = (*(batch.rows_B,) * 3, 0)  # not read where nothing is watched
@@ -105,15 +112,15 @@ def attend_one(
     else:
         sets = count
     page_slots, gap = page_gap(k_pool_SHD)
-    joined = int(triton.next_power_of_2(heads // kv_heads))
+    joined = int(triton.next_power_of_2(each))
     depth = max(1, min(size & -size, _JOINED * cut.warps // (parts * joined)))
     _decode[(count, kv_heads, parts)](
         q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, req_to_token_RC.stride(0), batch.rows_B, batch.q_starts_B1,
         batch.context_B, sinks_N, out_TND, partial_PBND, stats_P2BN, tickets, *watched,
         scale * (1.0 if softcap else _LOG2_E), softcap or 0.0, window or 0, slot_count(k_pool_SHD), gap, count,
-        sets, least, HEADS=kv_heads, QUERIES=heads // kv_heads, GROUP=max(ROWS_LEAST, joined),
+        sets, least, HEADS=kv_heads, QUERIES=each, GROUP=max(ROWS_LEAST, joined),
         SIZE=size, WIDE=head_block(size), PAGE=1 if digest is None else digest.page_size, BLOCK=cut.block, PARTS=parts,
-        CAPPED=softcap is not None, WINDOWED=window is not None, WATCHED=digest is not None,
+        CAPPED=softcap is not None, WINDOWED=window is not None, WATCHED=watching,
         COLUMNS=PLANE_COLUMNS, IN_ASSEMBLY=_IN_ASSEMBLY, HEADS_JOINED=joined, DEPTH=depth, SLOTS=page_slots,
         WORDS=k_pool_SHD.element_size() > 1, LANES=size if k_pool_SHD.element_size() > 1 else size // 2,
         num_warps=cut.warps, num_stages=cut.stages, **dependent(q_TND.device),
@@ -161,11 +168,10 @@ def _decode(
     HEADS_JOINED: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    wait_for_earlier(DEPENDENT)
     b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token = tl.load(starts + b)
-    is_one = tl.load(starts + b + 1) - token == 1
-    context = tl.load(contexts + b).to(tl.int32)
+    token = tl.load(starts + b, cache_modifier=EARLY)
+    is_one = tl.load(starts + b + 1, cache_modifier=EARLY) - token == 1
+    context = tl.load(contexts + b, cache_modifier=EARLY).to(tl.int32)
     lowest = context * 0
     if WINDOWED:
         lowest = tl.maximum(context - window, 0)
@@ -176,8 +182,23 @@ def _decode(
     begin = base + part * length
     if is_one & (begin < context):
         end = tl.minimum(begin + length, context)
-        row = table + tl.load(rows + b) * columns
+        row = table + tl.load(rows + b, cache_modifier=EARLY) * columns
         g, d = tl.arange(0, GROUP), tl.arange(0, WIDE)
+        if WATCHED:
+            c, half = tl.arange(0, COLUMNS), HEADS * LANES * COLUMNS
+            at_DC = planes + (h * LANES + (d if WORDS else d // 2))[:, None] * COLUMNS + c[None, :]
+            held = c[None, :] >= 0
+            if not WORDS:  # elements of one byte are the low and the high half of a lane, in turn
+                at_DC, held = at_DC - d[:, None] % 2, c[None, :] % 4 >= d[:, None] % 2
+            k_planes, v_planes = tl.load(at_DC, mask=held, other=0.0), tl.load(at_DC + half, mask=held, other=0.0)
+            shift_C, two, asked = (c % 4 * 8).to(tl.uint32), tl.arange(0, 2), due + b
+            low = tl.load(asked + 2 * due_columns, cache_modifier=EARLY).to(tl.int32)
+            high = tl.load(asked + 3 * due_columns, cache_modifier=EARLY).to(tl.int32)
+            low, high = tl.maximum(low, lowest), tl.minimum(high, end)
+            first = tl.load(asked + 4 * due_columns, cache_modifier=EARLY).to(tl.int32)
+            stride = tl.maximum(tl.load(asked + 5 * due_columns, cache_modifier=EARLY).to(tl.int32), 1)
+            entry = tl.load(asked + 6 * due_columns, cache_modifier=EARLY).to(tl.int32)
+        wait_for_earlier(DEPENDENT)
         query = token * (HEADS * QUERIES) + h * QUERIES + g
         inside = (g < QUERIES)[:, None] & (d < SIZE)[None, :]
         q_GD = tl.load(q + query[:, None] * SIZE + d[None, :], mask=inside, other=0.0)
@@ -188,19 +209,6 @@ def _decode(
             best_G, total_G = tl.where(part == 0, sink_G, best_G), tl.where(part == 0, 1.0, total_G)
         mixed_GD = tl.zeros((GROUP, WIDE), tl.float32)
         k_head, v_head = k + h * SIZE + d[None, :], v + h * SIZE + d[None, :]
-        if WATCHED:
-            c, half = tl.arange(0, COLUMNS), HEADS * LANES * COLUMNS
-            at_DC = planes + (h * LANES + (d if WORDS else d // 2))[:, None] * COLUMNS + c[None, :]
-            held = c[None, :] >= 0
-            if not WORDS:  # elements of one byte are the low and the high half of a lane, in turn
-                at_DC, held = at_DC - d[:, None] % 2, c[None, :] % 4 >= d[:, None] % 2
-            k_planes, v_planes = tl.load(at_DC, mask=held, other=0.0), tl.load(at_DC + half, mask=held, other=0.0)
-            shift_C, two = (c % 4 * 8).to(tl.uint32), tl.arange(0, 2)
-            low, high = tl.load(due + 2 * due_columns + b).to(tl.int32), tl.load(due + 3 * due_columns + b).to(tl.int32)
-            low, high = tl.maximum(low, lowest), tl.minimum(high, end)
-            first = tl.load(due + 4 * due_columns + b).to(tl.int32)
-            stride = tl.maximum(tl.load(due + 5 * due_columns + b).to(tl.int32), 1)
-            entry = tl.load(due + 6 * due_columns + b).to(tl.int32)
         for at in range(begin, end, BLOCK):
             t = at + tl.arange(0, BLOCK)
             read = tl.minimum(t, end - 1)
@@ -249,6 +257,8 @@ def _decode(
             if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == live - 1:
                 tl.store(ticket, 0)
                 _join(partial, stats, out, token, b, h, every, live, HEADS, QUERIES, HEADS_JOINED, SIZE, PARTS, DEPTH)
+    else:
+        wait_for_earlier(DEPENDENT)
 
 
 @_jit

@@ -4,8 +4,14 @@ ended, which a decode step of one request does three hundred times.
 
 A kernel that is started with `dependent(device)` calls `wait_for_earlier(DEPENDENT)` before it reads what another
 kernel has written, and before it writes anything. All that was queued before it has ended then, as a kernel that is
-started so does not end before the one before it either. Constants (weights) may be read before. One that is started as
-usual begins behind the end of all before it, as ever.
+started so does not end before the one before it either. One that is started as usual begins behind the end of all
+before it, as ever.
+
+Constants (weights) may be read before the wait, and so may what a step is told: rows, contexts, positions, slots, what
+is due. All that was queued before the last kernel that was started as usual has ended by then; a step begins with the
+copy of what it is told, and some kernels are started as usual behind it (the table's, the embedding). Such loads go
+past the first cache (`EARLY`), in which a multiprocessor may have what lay there in the step before. Every program
+waits, also one that has nothing to do: else the kernel could end before the one before it.
 """
 
 from __future__ import annotations
@@ -19,6 +25,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _HOPPER = 90
+EARLY = tl.constexpr(".cg")
+"""The cache modifier of loads before the wait that are not of constants."""
 
 _jit: Any = triton.jit
 

@@ -115,6 +115,8 @@ def _whole(rows: int, out_size: int, in_size: int, factors: int = 1) -> WeightCu
     them, where 64 outputs of each are enough. `factors`: weights that share an input."""
     swapped = rows <= 32  # a matrix unit takes 64 rows of the left factor
     outputs, inner = 32 if out_size <= 32 * _PROGRAMS and not swapped else 64, 64 if in_size % 128 else 128
+    if outputs == 32 and factors == 1 and in_size % 256 == 0:
+        inner = 256  # half as many turns, of which each waits for its products
     stage = (outputs * factors + (_FEW if rows <= _FEW else 32 if swapped else 64)) * inner * 2
     return WeightCut(outputs=outputs, inner=inner, stages=_AHEAD_BYTES // stage, swapped=swapped, bulk=True)
 

@@ -19,7 +19,7 @@ from serinus.kernels.checks import check_qk_rope_store
 from serinus.kernels.contracts import WrittenRows
 from serinus.kernels.fp8 import FP8_FORMATS
 from serinus.kernels.pool_rows import page_gap, slot_count
-from serinus.kernels.triton.dependent import dependent, wait_for_earlier
+from serinus.kernels.triton.dependent import EARLY, dependent, wait_for_earlier
 from serinus.kernels.triton.pool_rows import row_starts
 from serinus.kernels.triton.rms_norm import normed
 
@@ -54,18 +54,17 @@ def qk_rope_store(
     if not tokens:
         return
     each = 1 if tokens <= _ROWS_ALONE else math.gcd(heads, kv_heads, _HEADS)
-    norm = q_norm_D if q_norm_D is not None else k_norm_D
+    norms = [norm_D for norm_D in (q_norm_D, k_norm_D) if norm_D is not None] or [qkv_TX]
     sums, factors, width = q_out_TND, q_out_TND, 0
     if written is not None:
         factors, width = written.coefficients_22W, written.coefficients_22W.shape[-1]
         sums = written.sums_T2.view(torch.int32)
     _rope_store[(tokens, (heads + 2 * kv_heads) // each)](
-        qkv_TX, cos_PF, sin_PF, positions_T, slots_T, qkv_TX if q_norm_D is None else q_norm_D,
-        qkv_TX if k_norm_D is None else k_norm_D, k_pool_SHD, v_pool_SHD, q_out_TND, factors, sums,
-        slot_count(k_pool_SHD), gap, eps,
+        qkv_TX, cos_PF, sin_PF, positions_T, slots_T, norms[0], norms[-1], k_pool_SHD, v_pool_SHD, q_out_TND, factors,
+        sums, slot_count(k_pool_SHD), gap, eps,
         HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=triton.next_power_of_2(size // 2), EACH=each,
         Q_NORM=q_norm_D is not None, K_NORM=k_norm_D is not None,
-        IN_FP32=norm is not None and norm.dtype != qkv_TX.dtype, WIDTH=width, SLOTS=page_slots,
+        IN_FP32=norms[0].dtype != qkv_TX.dtype, WIDTH=width, SLOTS=page_slots,
         MANTISSA=mantissa, BIAS=bias, LARGEST=largest, num_warps=1, **dependent(qkv_TX.device),
     )  # fmt: skip
 
@@ -80,45 +79,51 @@ def _rope_store(
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, IN_FP32: tl.constexpr, WIDTH: tl.constexpr,
     SLOTS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    wait_for_earlier(DEPENDENT)
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * EACH
     h, f = tl.arange(0, EACH), tl.arange(0, HALF)
     inside = (f < SIZE // 2)[None, :]
     at = t * ((HEADS + 2 * KV_HEADS) * SIZE) + (head + h)[:, None] * SIZE + f[None, :]
+    slot = tl.load(slots + t, cache_modifier=EARLY)
+    place = tl.load(positions + t, cache_modifier=EARLY) * (SIZE // 2) + f
+    cos_1F = tl.load(cos + place, mask=f < SIZE // 2, other=0.0)[None, :]
+    sin_1F = tl.load(sin + place, mask=f < SIZE // 2, other=0.0)[None, :]
+    norm = q_norm
+    if head >= HEADS:
+        norm = k_norm
+    low_weight = tl.load(norm + f, mask=f < SIZE // 2, other=0.0)[None, :]
+    high_weight = tl.load(norm + SIZE // 2 + f, mask=f < SIZE // 2, other=0.0)[None, :]
+    wait_for_earlier(DEPENDENT)
     low, high = tl.load(qkv + at, mask=inside, other=0.0), tl.load(qkv + at + SIZE // 2, mask=inside, other=0.0)
     if head < HEADS + KV_HEADS:
-        place = tl.load(positions + t) * (SIZE // 2) + f
-        cos_1F = tl.load(cos + place, mask=f < SIZE // 2, other=0.0)[None, :]
-        sin_1F = tl.load(sin + place, mask=f < SIZE // 2, other=0.0)[None, :]
         if head < HEADS:
-            low, high = _turned(low, high, q_norm, cos_1F, sin_1F, eps, f, SIZE, Q_NORM, IN_FP32)
+            low, high = _turned(low, high, low_weight, high_weight, cos_1F, sin_1F, eps, SIZE, Q_NORM, IN_FP32)
             spot = q_out + t * (HEADS * SIZE) + (head + h)[:, None] * SIZE + f[None, :]
             tl.store(spot, low, mask=inside)
             tl.store(spot + SIZE // 2, high, mask=inside)
         else:
-            low, high = _turned(low, high, k_norm, cos_1F, sin_1F, eps, f, SIZE, K_NORM, IN_FP32)
+            low, high = _turned(low, high, low_weight, high_weight, cos_1F, sin_1F, eps, SIZE, K_NORM, IN_FP32)
             _keep(
-                k_pool, low, high, slots, factors, sums, slot_count, gap, t, head - HEADS, 0, h, f,
+                k_pool, low, high, slot, factors, sums, slot_count, gap, t, head - HEADS, 0, h, f,
                 KV_HEADS, SIZE, WIDTH, SLOTS, MANTISSA, BIAS, LARGEST,
             )  # fmt: skip
     else:
         head -= HEADS + KV_HEADS
         _keep(
-            v_pool, low, high, slots, factors, sums, slot_count, gap, t, head, 1, h, f,
+            v_pool, low, high, slot, factors, sums, slot_count, gap, t, head, 1, h, f,
             KV_HEADS, SIZE, WIDTH, SLOTS, MANTISSA, BIAS, LARGEST,
         )  # fmt: skip
 
 
 @_jit
-def _turned(low, high, norm, cos_1F, sin_1F, eps, f, SIZE: tl.constexpr, NORM: tl.constexpr, IN_FP32: tl.constexpr):
+def _turned(
+    low, high, low_weight, high_weight, cos_1F, sin_1F, eps,
+    SIZE: tl.constexpr, NORM: tl.constexpr, IN_FP32: tl.constexpr,
+):  # fmt: skip
     """Both halves of heads, normed and rotated."""
     dtype: tl.constexpr = low.dtype
     low, high = low.to(tl.float32), high.to(tl.float32)
     if NORM:
         total = (tl.sum(low * low, 1) + tl.sum(high * high, 1))[:, None]
-        inside = f < SIZE // 2
-        low_weight = tl.load(norm + f, mask=inside, other=0.0)[None, :]
-        high_weight = tl.load(norm + SIZE // 2 + f, mask=inside, other=0.0)[None, :]
         low = normed(low, low_weight, total, eps, SIZE, IN_FP32, dtype).to(tl.float32)
         high = normed(high, high_weight, total, eps, SIZE, IN_FP32, dtype).to(tl.float32)
     return (low * cos_1F - high * sin_1F).to(dtype), (high * cos_1F + low * sin_1F).to(dtype)
@@ -126,14 +131,13 @@ def _turned(low, high, norm, cos_1F, sin_1F, eps, f, SIZE: tl.constexpr, NORM: t
 
 @_jit
 def _keep(
-    pool, low, high, slots, factors, sums, slot_count, gap, t, head, half, h, f,
+    pool, low, high, slot, factors, sums, slot_count, gap, t, head, half, h, f,
     KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, MANTISSA: tl.constexpr,
     BIAS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Rows of heads go to their slot, and what they add to the digest of their token to the sums."""
     if MANTISSA:
         low, high = in_fp8(low, pool, MANTISSA, BIAS, LARGEST), in_fp8(high, pool, MANTISSA, BIAS, LARGEST)
-    slot = tl.load(slots + t)
     inside = (f < SIZE // 2)[None, :]
     stored = (f < tl.where((slot >= 0) & (slot < slot_count), SIZE // 2, 0))[None, :]
     element = (head + h)[:, None] * SIZE + f[None, :]
