@@ -43,13 +43,13 @@ _LOG2_E = 1.4426950408889634
 _PROGRAMS = 512
 """With fewer, sequences are cut into parts: an H100 has 132 multiprocessors."""
 _NARROW, _NARROW_PROGRAMS, _NARROW_ALONE = 128, 768, 1024
-"""From so many on a program is one warp, of which a multiprocessor holds more. Sequences are then cut into as many parts
-as make the second number of them, and with fewer than the third into two at least (measured: docs/GPU.md)."""
+"""From so many on a program is one warp, of which a multiprocessor holds more. Sequences are then cut into as many
+parts as make the second number of them, and with fewer than the third into two at least (measured: docs/GPU.md)."""
 _PARTS_MAX = 32
 _TOKENS_ALONE, _TOKENS_SHARED = 2048, 1280
 """Tokens of a part at least where sequences alone fill the GPU; where they need parts, so many over their number."""
 _JOINED = 2048
-"""Values of all parts that a warp puts together at a time."""
+"""Values of all parts that a warp puts together at a time; twice as many of more than 8 parts by one warp."""
 
 
 def head_block(size: int) -> int:
@@ -62,7 +62,7 @@ def tiling_of(programs: int, size: int, itemsize: int, queries: int, *, watched:
     one KV head."""
     is_narrow = programs >= _NARROW and size <= 128 and itemsize <= 2 and queries <= ROWS_LEAST
     parts = _parts_of(programs, is_narrow=is_narrow)
-    least, stretches = _TOKENS_ALONE if parts == 1 else _TOKENS_SHARED // parts, min(_PARTS_MAX, max(8, parts))
+    least, long = (_TOKENS_ALONE, 8) if parts == 1 else (_TOKENS_SHARED // parts, 16 if is_narrow else 8)
     if is_narrow:
         block, warps, stages = 32, 1, 4
     elif itemsize > 2:
@@ -71,7 +71,7 @@ def tiling_of(programs: int, size: int, itemsize: int, queries: int, *, watched:
         block, warps, stages = (32, 4, 3) if watched else (64, 4, 2)  # with 2 warps ptxas may spill nearly all
     else:
         block, warps, stages = 64, 2, 2 if watched else 3
-    return Tiling(block=block, warps=warps, stages=stages, stretches=stretches), max(1, least)
+    return Tiling(block=block, warps=warps, stages=stages, stretches=min(_PARTS_MAX, max(long, parts))), max(1, least)
 
 
 def _parts_of(programs: int, *, is_narrow: bool) -> int:
@@ -113,7 +113,8 @@ def attend_one(
         sets = count
     page_slots, gap = page_gap(k_pool_SHD)
     joined = int(triton.next_power_of_2(each))
-    depth = max(1, min(size & -size, _JOINED * cut.warps // (parts * joined)))
+    values = _JOINED * (cut.warps if parts <= 8 else max(2, cut.warps))
+    depth = max(1, min(size & -size, values // (parts * joined)))
     _decode[(count, kv_heads, parts)](
         q_TND, k_pool_SHD, v_pool_SHD, req_to_token_RC, req_to_token_RC.stride(0), batch.rows_B, batch.q_starts_B1,
         batch.context_B, sinks_N, out_TND, partial_PBND, stats_P2BN, tickets, *watched,
