@@ -269,9 +269,9 @@ def _run_all(
     if workers == 1:
         _begin()
         for batch in batches:
+            yield run_batch(batch, backend, shape)
             if clock.now() >= until:
                 return
-            yield run_batch(batch, backend, shape)
         return
     try:
         with ProcessPoolExecutor(workers, initializer=_begin_worker) as pool:

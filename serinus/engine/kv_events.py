@@ -30,6 +30,7 @@ from serinus.core.addresses import is_loopback
 from serinus.core.clock import Clock
 from serinus.core.errors import ConfigError
 
+_PORT_MAX = 65_535
 _END = (-1).to_bytes(8, "big", signed=True)
 _KINDS = {"bool": bool, "str": str, "int": int, "str | None": str}
 _WORDS = {bool: "true or false", str: "a text", int: "a number above 0"}
@@ -155,6 +156,9 @@ def _plain(event: KvEvent) -> list[Any]:
 
 
 def _open(kind: int, endpoint: str, hwm: int) -> zmq.Socket[bytes]:
+    port = endpoint.rpartition(":")[2]
+    if endpoint.startswith("tcp://") and port.isdecimal() and int(port) > _PORT_MAX:  # zmq takes it modulo 65,536
+        raise ConfigError(f"config: --kv-events-config endpoint {endpoint!r}, expected a port up to {_PORT_MAX}")
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.linger = 0
     socket.sndhwm = hwm

@@ -22,6 +22,12 @@ def test_seeds_without_findings_end_with_0_and_a_result(tmp_path: Path, backend:
     assert found["counts"]["landed"] > 0
 
 
+def test_a_time_that_is_over_at_once_is_enough_for_a_seed(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    assert main(["sim", "--minutes", "0", "--workers", "1", "--backend", "local", "--json", str(result)]) == 0
+    assert json.loads(result.read_text())["seeds"] > 0
+
+
 def test_a_schedule_from_a_file_is_run_and_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "schedule.json"
     file.write_text(calm_scenario(draw(3, backend="local"), works=1).to_json())

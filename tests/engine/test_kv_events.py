@@ -152,6 +152,8 @@ def test_endpoints_that_cannot_be_used_are_refused_and_nothing_stays_open(socket
         KvEventPublisher(KvEventSettings(endpoint=first.address), ManualClock())
     with pytest.raises(ConfigError, match="cannot be used"):
         KvEventPublisher(KvEventSettings(endpoint="inproc://kv", replay_endpoint=first.address), ManualClock())
+    with pytest.raises(ConfigError, match=r"tcp://127.0.0.1:99999.*expected a port up to 65535"):
+        KvEventPublisher(KvEventSettings(endpoint="tcp://127.0.0.1:99999"), ManualClock())
     again = KvEventPublisher(KvEventSettings(endpoint="inproc://kv"), ManualClock())
     sockets.append(again)
     assert again.replay_address == ""
