@@ -80,6 +80,10 @@ class Decoder:
         self._head, self._head_norm_E = weights.head, weights.head_norm_E
         self._layers, self._mixtures, self._latents = weights.layers, weights.mixtures, weights.latents
         self.has_kv_scales = any(layer.kv_scales != _UNSCALED for layer in self._layers)
+        norms = [(layer.k_norm_D, layer.kv_scales[0]) for layer in self._layers]
+        self._fp8_k_norms = [None if norm_D is None else norm_D / scale for norm_D, scale in norms]
+        """Norms of keys that go to FP8 by their scale. Made here: kernels read norms before the kernel before them has
+        ended."""
         self._scale = spec.head_size**-0.5 if spec.attention_scale is None else spec.attention_scale
         scale = spec.embedding_scale  # rounded to the model's dtype, as in training
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
@@ -336,10 +340,9 @@ class Decoder:
         if (k_scale, v_scale) != _UNSCALED:
             kv_size = spec.kv_head_count * spec.head_size
             qkv_TX[:, -kv_size:].div_(v_scale)
+            k_norm_D = self._fp8_k_norms[index]
             if k_norm_D is None:
                 qkv_TX[:, -2 * kv_size : -kv_size].div_(k_scale)
-            else:
-                k_norm_D = k_norm_D / k_scale
         q_TND = qkv_TX.new_empty((len(qkv_TX), spec.head_count, spec.head_size))
         self._kernels.qk_rope_store(
             qkv_TX,

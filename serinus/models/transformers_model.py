@@ -45,8 +45,9 @@ class _Pass:
     table_RC: torch.Tensor
     hook: ForwardHook
     context: int
-    still: tuple[torch.Tensor, torch.Tensor]
-    """Cosines and sines of no rotation: transformers rotated already."""
+    still: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """Cosines and sines of no rotation, as transformers rotated already, and zeros as positions: made before the pass,
+    as a kernel reads them before the one before it has ended."""
     seen: list[int] = field(default_factory=list)
     """Layers whose attention was computed, in order."""
 
@@ -112,7 +113,8 @@ class TransformersModel:
         ConfigError, at the first pass: it cannot run over pages."""
         hook.before(batch)
         this = _Pass(
-            kernels=self._kernels, batch=batch, kv=kv, table_RC=tables[Part.FULL], hook=hook, still=self._still,
+            kernels=self._kernels, batch=batch, kv=kv, table_RC=tables[Part.FULL], hook=hook,
+            still=(*self._still, torch.zeros_like(batch.positions_T)),
             context=self.spec.context_length,
         )  # fmt: skip
         found = self._model(
@@ -201,8 +203,7 @@ def _attend(
     rows_TX = torch.cat([each[0].transpose(0, 1).reshape(tokens, -1) for each in (query, key, value)], 1)
     q_TND = rows_TX.new_empty((tokens, heads, size))
     kernels.qk_rope_store(
-        rows_TX, *this.still, torch.zeros_like(batch.positions_T), None, None, 0.0, k_SHD, v_SHD, batch.slots_T,
-        q_TND, this.hook.writes(layer),
+        rows_TX, *this.still, None, None, 0.0, k_SHD, v_SHD, batch.slots_T, q_TND, this.hook.writes(layer),
     )  # fmt: skip
     inputs = q_TND, k_SHD, v_SHD, this.table_RC, batch.attention, size**-0.5 if scaling is None else scaling
     sinks_N = None if s_aux is None else s_aux.float()

@@ -114,6 +114,7 @@ class _Planes:
         found = self._kept.get(key)
         if found is None:
             found = self._kept[key] = pack_factors(plain, heads)  # holds the plain ones: their address stays theirs
+            torch.zeros(1, device=plain.device)  # any kernel: attention reads factors early (dependent.py)
         return found
 
 
