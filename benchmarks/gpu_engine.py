@@ -69,6 +69,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 12,
     },
 }  # fmt: skip
+MODELS["qwen3-8b-half"] = {
+    **MODELS["qwen3-8b"], "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 6144,
+}  # fmt: skip
+"""What one of two slices computes, but for the head and the sums: on one GPU."""
 MODELS["gpt-oss-20b-mxfp4"] = {**MODELS["gpt-oss-20b"], "quantization_config": {"quant_method": "mxfp4"}}
 CONTEXTS = {1: 1024, 16: 1024, 64: 1024, 256: 560}
 """Prompt tokens by batch."""
