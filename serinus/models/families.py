@@ -277,6 +277,8 @@ def family_fields(config: ConfigFields, family: Family) -> dict[str, Any]:
     """The fields of a ModelSpec that the family decides. Raises ConfigError for missing, wrong or unknown ones."""
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     attention_bias = config.flag("attention_bias", family.biased) if family.qkv_bias is None else family.qkv_bias
+    if family.qkv_bias and family.experts is not None:  # Qwen2-MoE: the dense ones always have it
+        attention_bias = config.flag("qkv_bias", True)
     layer_count = config.whole("num_hidden_layers", high=_LAYERS_MAX)
     context = config.whole("max_position_embeddings")
     layer_parts, window = _windows(config, family, layer_count, context)

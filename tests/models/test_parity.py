@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from serinus.core.rng import Rng
 from serinus.core.sampling import SamplingParams
@@ -66,6 +67,18 @@ def test_mixtures_give_the_logits_and_tokens_of_transformers(checkpoints: dict[s
     """Their choices are no near ties, in which rounding may decide otherwise than transformers' does."""
     equals_transformers(checkpoints[family], "auto")
     assert tied_tokens(checkpoints[family], random_ids(7, 150)) == set()
+
+
+@pytest.mark.slow
+def test_a_mixture_of_qwen2_may_have_no_biases(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    config = Qwen2MoeConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        shared_expert_intermediate_size=32, max_position_embeddings=2048, qkv_bias=False, initializer_range=0.1,
+    )  # fmt: skip
+    Qwen2MoeForCausalLM(config).save_pretrained(tmp_path)
+    equals_transformers(tmp_path, "auto")
 
 
 @pytest.mark.slow
