@@ -174,7 +174,10 @@ class Runner:
             undo.callback(graphs.close)
             for size in reversed(graphs.sizes):
                 compute = partial(self._forward, inflow=None if self._inflow is None else self._inflow[:size])
-                compute(self._rehearsed(size))
+                batch = self._rehearsed(size)
+                if self._inflow is not None:
+                    self._inflow.zero_()  # behind what the step is told, as when it comes: kernels read that early
+                compute(batch)
                 graphs.record(size, compute, self._rehearsed(size))
                 tell(size)
             undo.pop_all()
@@ -191,9 +194,9 @@ class Runner:
         with torch.inference_mode():
             self._comm.broadcast(torch.zeros(1, dtype=torch.int64, device=self._device))
             for size, hook in [(size, self._hook) for size in sizes] + [(size, NullHook()) for size in powers]:
-                shape, dtype = self._model.activation(size)
+                batch, (shape, dtype) = self._rehearsed(size), self._model.activation(size)
                 inflow = torch.zeros(shape, dtype=dtype, device=self._device) if self._takes else None
-                self._model.forward(self._rehearsed(size), self._kv, self._rows, hook, inflow)
+                self._model.forward(batch, self._kv, self._rows, hook, inflow)
             for rows in () if self._sends else _REHEARSED_ROWS:
                 shape, dtype = self._model.activation(rows)
                 logits_BV = self._model.logits(torch.zeros(shape, dtype=dtype, device=self._device))

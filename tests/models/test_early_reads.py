@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,10 @@ class Writers(TorchDispatchMode):
             for each in written:
                 self._last[each.untyped_storage().data_ptr()] = self.count + 0.5 * self.within
         return out
+
+    def told(self, inbox: Any) -> None:
+        """What a step is told has been sent by a kernel."""
+        self._last[inbox._there_W.untyped_storage().data_ptr()] = self.count + 0.5
 
     def check(self, what: str, early: torch.Tensor | None) -> None:
         """`early` is read by the next kernel before it waits."""
@@ -104,6 +109,9 @@ def run(path: Path, *, canary: bool = False, impl: str = "auto", **given: Any) -
     direct = DirectEngine(
         model, kernels, page_size=PAGE, page_count=128, canary=watch if canary else None, **given
     )  # fmt: skip
+    inbox: Any = direct.runner._inbox  # type: ignore[attr-defined]
+    send = inbox.send
+    inbox.send = lambda: (send(), writers.told(inbox))
     seqs = [direct.start(random_ids(i, length), GREEDY, tokens=64) for i, length in enumerate((5, 40, 17))]
     with writers:
         direct.step([(seqs[0], 5), (seqs[1], 16)])
@@ -154,6 +162,9 @@ def test_what_was_written_last_is_seen() -> None:
             writers.check("positions", view)
         torch.ones(1)
         writers.check("positions", view)
+        writers.told(SimpleNamespace(_there_W=positions))
+        with pytest.raises(AssertionError, match="positions was written by the last kernel"):
+            writers.check("positions", view)
         positions.add_(1)
         with pytest.raises(AssertionError, match="positions was written by the last kernel"):
             writers.check("positions", view)

@@ -8,11 +8,12 @@ started so does not end before the one before it either. One that is started as 
 before it, as ever.
 
 Constants (weights) may be read before the wait, and so may what a step is told: rows, contexts, positions, slots, what
-is due. All that was queued before the last kernel that was started as usual has ended by then; a step begins with the
-copy of what it is told, and some kernels are started as usual behind it (the table's, the embedding). What is made in
-the middle of a step must not be read so, or with another kernel behind it (tests/models/test_early_reads.py). Such
-loads go past the first cache (`EARLY`), in which a multiprocessor may have what lay there in the step before. Every
-program waits, also one that has nothing to do: else the kernel could end before the one before it.
+is due. All that was queued before the last kernel that was started as usual has ended by then. A step begins with the
+copy of what it is told; behind it the first stage starts the embedding as usual, and a later one waits for what the
+stage before it sends. What is made in the middle of a step must not be read so, or with another kernel behind it
+(tests/models/test_early_reads.py). Such loads go past the first cache (`EARLY`), in which a multiprocessor may have
+what lay there in the step before. Every program waits, also one that has nothing to do: else the kernel could end
+before the one before it.
 """
 
 from __future__ import annotations

@@ -87,11 +87,13 @@ def _rope_store(
     place = tl.load(positions + t, cache_modifier=EARLY) * (SIZE // 2) + f
     cos_1F = tl.load(cos + place, mask=f < SIZE // 2, other=0.0)[None, :]
     sin_1F = tl.load(sin + place, mask=f < SIZE // 2, other=0.0)[None, :]
-    norm = q_norm
-    if head >= HEADS:
-        norm = k_norm
-    low_weight = tl.load(norm + f, mask=f < SIZE // 2, other=0.0)[None, :]
-    high_weight = tl.load(norm + SIZE // 2 + f, mask=f < SIZE // 2, other=0.0)[None, :]
+    low_weight, high_weight = cos_1F, sin_1F  # not used without norms
+    if Q_NORM or K_NORM:
+        norm = q_norm
+        if head >= HEADS:
+            norm = k_norm
+        low_weight = tl.load(norm + f, mask=f < SIZE // 2, other=0.0)[None, :]
+        high_weight = tl.load(norm + SIZE // 2 + f, mask=f < SIZE // 2, other=0.0)[None, :]
     wait_for_earlier(DEPENDENT)
     low, high = tl.load(qkv + at, mask=inside, other=0.0), tl.load(qkv + at + SIZE // 2, mask=inside, other=0.0)
     if head < HEADS + KV_HEADS:
