@@ -39,9 +39,9 @@ RESOURCES_MAX = {
     "_threshold": (112, 0), "_widen": (40, 0),
 }  # fmt: skip
 """Registers of a thread and bytes spilled, by kernel. With more warps what spills is slower."""
-SPILLING = 10
-"""Kernels that spill: decode attention that digests, chunks of heads of 128 (both over FP8, too), and tiles of 64 pairs
-over latent rows."""
+SPILLING = 11
+"""Kernels that spill: decode attention that digests (by one warp of up to 8 and of 16 parts), chunks of heads of 128
+(both over FP8, too), and tiles of 64 pairs over latent rows."""
 
 
 @pytest.mark.proof
