@@ -218,8 +218,7 @@ def latent_attention(seed: int, device: str) -> str:
     if device == "cuda":
         value, rest, heads = *rng.choice(((512, 64), (256, 32), (32, 16))), rng.choice((1, 8, 16, 40, 128))
     page, long = rng.choice((1, 4, 16)), 2500 if device == "cuda" else 90
-    count = 130 if device == "cuda" and rng.random() < 0.3 else rng.randint(1, 4)  # of many each program is one warp
-    few = [(1, rng.randint(1, long)) for _ in range(count)]
+    few = [(1, rng.randint(1, long)) for _ in range(rng.randint(1, 4))]
     many = [(n, n + rng.randint(0, long)) for n in rng.sample((2, 7, 33, 70), 1 if device == "cpu" else 2)]
     sequences = {"decode": few, "chunk": many, "mixed": few + many}[("decode", "chunk", "mixed")[seed % 3]]
     rng.shuffle(sequences)

@@ -98,9 +98,8 @@ def attend_one(
     count, kv_heads, size = batch.sequence_count, k_pool_SHD.shape[-2], q_TND.shape[2]
     heads = q_TND.shape[1]
     each, watching = heads // kv_heads, digest is not None
-    cut, tokens = tiling_of(count * kv_heads, size, q_TND.element_size(), each, watched=watching)
-    if tiling is not None:
-        cut, tokens = tiling, 1
+    by_table = tiling_of(count * kv_heads, size, q_TND.element_size(), each, watched=watching)
+    cut, tokens = by_table if tiling is None else (tiling, 1)
     parts = cut.stretches if count * kv_heads <= TICKETS else 1
     least = triton.cdiv(tokens, cut.block)
     partial_PBND = torch.empty((parts, count, heads, size), dtype=torch.float32, device=q_TND.device)
